@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from mmflash_jax.config import DrafterConfig, TargetConfig
+from mmflash_jax.kernels.gdn_round import BORDER
 
-BORDER = 16  # a GDN state stands on a multiple of this; also the rows of a verify tile
 TAPE = 2 * BORDER - 1  # tokens a tape holds: 15 before a round and the 16 of the round
 RUNNING, STOP, LENGTH = 0, 1, 2  # Slots.finish
 
