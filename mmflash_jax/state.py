@@ -47,7 +47,7 @@ class Slots:
     rope_delta: jax.Array  # [R] i32 rotary position minus sequence index (pictures)
     remaining: jax.Array  # [R] i32 tokens that may still be emitted
     stop_ids: jax.Array  # [R, E] i32, -1: unused
-    seed: jax.Array  # [R] u32
+    seed: jax.Array  # [R, 2] u32, high and low word
     temperature: jax.Array  # [R] f32, 0: greedy
     top_p: jax.Array  # [R] f32, 1: off
     top_k: jax.Array  # [R] i32, 0: off
@@ -103,7 +103,7 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, *, slots: in
         slots=Slots(
             active=jnp.zeros((r,), bool), finish=ints(), length=ints(), border=ints(),
             anchor=ints(), rope_delta=ints(), remaining=ints(),
-            stop_ids=jnp.full((r, stop_ids), -1, jnp.int32), seed=jnp.zeros((r,), jnp.uint32),
+            stop_ids=jnp.full((r, stop_ids), -1, jnp.int32), seed=jnp.zeros((r, 2), jnp.uint32),
             temperature=floats(), top_p=floats(1.0), top_k=ints(), min_p=floats(),
             presence=floats(), frequency=floats(),
             counts=jnp.zeros((r, target.vocab_size), jnp.int32)),
