@@ -84,16 +84,21 @@ def target_fields(*, tied: bool = False, vision: bool = True, mtp: bool = True, 
 
 
 def write_target(folder: Path, *, seed: int = 0, dtype: str = "float32", shards: int = 2,
-                 f32_states: bool = True, **sizes) -> dict:
+                 f32_states: bool = True, letters: int = 0, **sizes) -> dict:
     """Write a whole tiny target folder; `sizes` go to `target_fields`. Returns the config.
 
     In bfloat16, `A_log` and the GDN norm stay float32 as in Qwen3.5-9B, unless `f32_states` is
     false (as in Qwen3.8-27B). Without vision the text-only class and its names are written.
+    With `letters` the text is made of that many letters (a, b, ...) almost alone, so that the
+    drafts of a random drafter are sometimes right; needs an untied head.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     fields = target_fields(**sizes)
     tensors = target_tensors(fields, seed)
+    if letters:
+        others = np.setdiff1d(np.arange(VOCAB), ord("a") + np.arange(letters))
+        tensors["lm_head.weight"][others] *= 0.05
     for name, value in tensors.items():
         keep = f32_states and name.endswith(("A_log", "linear_attn.norm.weight"))
         tensors[name] = value if keep else value.astype(DTYPES[dtype])
