@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from tests import tiny
 from tests.tiny_tokenizer import TOKENS
@@ -45,7 +46,7 @@ TEXTS = (
     "Wie spät ist es? 12:45 Uhr.",
     "a",
     "def f(x):\n    return x ** 2 + 1\n",
-    "图中有几只猫?",
+    "图中有几只猫? 为什么?",
     "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597",
     "It was the best of times, it was the worst of times, it was the age of wisdom, "
     "it was the age of foolishness, it was the epoch of belief",
@@ -110,6 +111,12 @@ def prompts() -> dict[str, Case]:
     }
 
 
+def prompts_of(target: str) -> dict[str, Case]:
+    """The prompts that are checked on the target case `target`: all of them on one of them."""
+    every = prompts()
+    return every if target == "plain" else {name: every[name] for name in ("text", "image")}
+
+
 def write_target(name: str, folder: Path) -> Path:
     """Write the target case `name` to `folder`/target; returns that folder."""
     tiny.write_target(folder / "target", **TARGETS[name])
@@ -136,8 +143,11 @@ def context_features(name: str, length: int) -> np.ndarray:
 def fingerprint(folder: Path) -> str:
     """A hash of a checkpoint's configuration and tensors: what a reference was computed for."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].tobytes())
     return digest.hexdigest()
 
 
