@@ -13,15 +13,10 @@ Sources: Gated DeltaNet (arXiv 2412.06464); HF `torch_chunk_gated_delta_rule`.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import solve_triangular
 
-from mmflash_jax.layers import HIGHEST
+from mmflash_jax.kernels.gdn_round import matmul, unit_lower_inverse
 
 BLOCK = 64
-
-
-def _mm(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, x, y, precision=HIGHEST)
 
 
 def _segments(g: jax.Array) -> jax.Array:
@@ -50,24 +45,23 @@ def gdn_prefill(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, beta
     kept = jnp.arange(t + pad).reshape(-1, BLOCK) < keep
     decays = jnp.exp(_segments(g))  # [n, J, 64, 64]
     since = jnp.exp(jnp.cumsum(g, -1))  # [n, J, 64]
-    pull = jnp.tril(_mm("...id,...jd->...ij", k, k) * decays * beta[..., None], -1)
-    eye = jnp.eye(BLOCK, dtype=pull.dtype)
-    inverse = solve_triangular(eye + pull, jnp.broadcast_to(eye, pull.shape), lower=True,
-                               unit_diagonal=True)
-    fresh = _mm("...ij,...jv->...iv", inverse, beta[..., None] * v)
-    read = _mm("...ij,...jk->...ik", inverse, (beta * since)[..., None] * k)
-    look = jnp.tril(_mm("...id,...jd->...ij", q, k) * decays)
+    pull = jnp.tril(matmul("...id,...jd->...ij", k, k) * decays * beta[..., None], -1)
+    inverse = unit_lower_inverse(pull)
+    fresh = matmul("...ij,...jv->...iv", inverse, beta[..., None] * v)
+    read = matmul("...ij,...jk->...ik", inverse, (beta * since)[..., None] * k)
+    look = jnp.tril(matmul("...id,...jd->...ij", q, k) * decays)
     # For the state: decay from each kept row to the last kept one, and over all kept rows.
     kept_g = jnp.where(kept[:, None], g, 0.0)
     reversed_sum = jnp.cumsum(kept_g[..., ::-1], -1)[..., ::-1]
-    to_end = jnp.where(kept[:, None], jnp.exp(reversed_sum - kept_g), 0.0)
+    later = jnp.pad(reversed_sum[..., 1:], ((0, 0), (0, 0), (0, 1)))
+    to_end = jnp.where(kept[:, None], jnp.exp(later), 0.0)
     over = jnp.exp(reversed_sum[..., 0])
 
     def step(state, xs):
         q, k, fresh, read, look, since, to_end, over = xs
-        u = fresh - _mm("jik,jvk->jiv", read, state)
-        out = since[..., None] * _mm("jvk,jik->jiv", state, q) + _mm("jil,jlv->jiv", look, u)
-        state = over[:, None, None] * state + _mm("jiv,jik->jvk", u, to_end[..., None] * k)
+        u = fresh - matmul("jik,jvk->jiv", read, state)
+        out = since[..., None] * matmul("jvk,jik->jiv", state, q) + matmul("jil,jlv->jiv", look, u)
+        state = over[:, None, None] * state + matmul("jiv,jik->jvk", u, to_end[..., None] * k)
         return state, out
 
     state, out = lax.scan(step, state, (q, k, fresh, read, look, since, to_end, over))

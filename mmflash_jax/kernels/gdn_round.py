@@ -6,7 +6,7 @@ the tokens since, committed or in flight. For a chunk of 16 tokens on state S (d
 
     D_ij = d_{j+1} ... d_i,  e_i = d_0 ... d_i      (running products: differences of log sums
                                                       lose digits after a hard reset)
-    u_i  = beta_i (v_i - e_i S k_i) - sum_{j<i} beta_i (k_i . k_j) D_ij u_j     (j ascending)
+    u    = (I + A)^-1 beta (v - e S k),   A_ij = beta_i (k_i . k_j) D_ij for j < i
     o_i  = e_i S q_i + sum_{j<=i} (q_i . k_j) D_ij u_j
     S'   = e_15 S + sum_j D_15,j u_j k_j^T
 
@@ -17,48 +17,31 @@ zeros. Oracle: the token-by-token recurrence (HF `torch_recurrent_gated_delta_ru
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 
 from mmflash_jax.layers import HIGHEST
 
 BORDER = 16  # a state stands on a multiple of this
 
 
-def _mm(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Contraction in true float32: the state forgives nothing less."""
     return jnp.einsum(spec, x, y, precision=HIGHEST)
+
+
+def unit_lower_inverse(below: jax.Array) -> jax.Array:
+    """(I + below)^-1 for strictly lower triangular below [..., n, n]."""
+    eye = jnp.eye(below.shape[-1], dtype=below.dtype)
+    return solve_triangular(eye + below, jnp.broadcast_to(eye, below.shape), lower=True,
+                            unit_diagonal=True)
 
 
 def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     """decay [..., 16] -> D [..., 16, 16] (zero above the diagonal) and e [..., 16]."""
     size = decay.shape[-1]
-    one_hot = jnp.eye(size, dtype=decay.dtype)
-    rows = [jnp.broadcast_to(one_hot[0], decay.shape)]
-    for i in range(1, size):
-        rows.append(rows[-1] * decay[..., i:i + 1] + one_hot[i])
-    products = jnp.stack(rows, -2)
-    return products, products[..., 0] * decay[..., :1]
-
-
-def chunk(state: jax.Array, q: jax.Array | None, k: jax.Array, v: jax.Array, beta: jax.Array,
-          decay: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """16 tokens on state [..., dv, dk]; q, k [..., 16, dk], v [..., 16, dv], beta, decay [..., 16]
-    -> outputs [..., 16, dv] (None without q) and the state after them."""
-    products, since = decay_products(decay)
-    pull = _mm("...id,...jd->...ij", k, k) * products * beta[..., None]
-    rest = beta[..., None] * (v - since[..., None] * _mm("...vk,...ik->...iv", state, k))
-    rows = []
-    for i in range(BORDER):
-        row = rest[..., i, :]
-        for j in range(i):
-            row = row - pull[..., i, j, None] * rows[j]
-        rows.append(row)
-    u = jnp.stack(rows, -2)
-    moved = since[..., -1, None, None] * state + _mm(
-        "...jv,...jk->...vk", u, k * products[..., -1, :, None])
-    if q is None:
-        return None, moved
-    look = jnp.tril(_mm("...id,...jd->...ij", q, k) * products)
-    out = since[..., None] * _mm("...vk,...ik->...iv", state, q)
-    return out + _mm("...ij,...jv->...iv", look, u), moved
+    low = jnp.tril(jnp.ones((size, size), bool))
+    products = jnp.cumprod(jnp.where(jnp.tril(low, -1), decay[..., :, None], 1.0), -2)
+    return jnp.where(low, products, 0.0), products[..., 0] * decay[..., :1]
 
 
 def gdn_round(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
@@ -68,15 +51,33 @@ def gdn_round(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Array, v:
     key head j // (J / nk). -> outputs of the last 32 positions [R, 32, J, dv], state at the
     newest border."""
     ratio = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(x, ratio, 2) for x in (q, k))
-    q, k, v, beta, decay = (jnp.moveaxis(x, 2, 1) for x in (q, k, v, beta, decay))
 
-    def part(i):
-        cut = slice(BORDER * i, BORDER * (i + 1))
-        return q[:, :, cut], k[:, :, cut], v[:, :, cut], beta[:, :, cut], decay[:, :, cut]
+    def chunks(x):  # [R, 48, J, ...] -> [3, R, J, 16, ...]
+        x = x.reshape(x.shape[0], 3, BORDER, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
 
-    _, after = chunk(state, None, *part(0)[1:])
-    state = jnp.where(moved[:, None, None, None], after, state)
-    first, after = chunk(state, *part(1))
-    second, _ = chunk(after, *part(2))
-    return jnp.moveaxis(jnp.concatenate([first, second], 2), 1, 2), state
+    q, k = (jnp.repeat(chunks(x), ratio, 2) for x in (q, k))
+    v, beta, decay = (chunks(x) for x in (v, beta, decay))
+    products, since = decay_products(decay)
+    pull = matmul("...id,...jd->...ij", k, k) * products * beta[..., None]
+    inverse = unit_lower_inverse(jnp.tril(pull, -1))
+    look = jnp.tril(matmul("...id,...jd->...ij", q, k) * products)
+    to_end = k * products[..., -1, :, None]
+
+    def corrected(c, state):
+        seen = since[c][..., None] * matmul("...vk,...ik->...iv", state, k[c])
+        return matmul("...ij,...jv->...iv", inverse[c], beta[c][..., None] * (v[c] - seen))
+
+    def after(c, state, u):
+        return since[c][..., -1, None, None] * state + matmul("...jv,...jk->...vk", u, to_end[c])
+
+    def output(c, state, u):
+        out = since[c][..., None] * matmul("...vk,...ik->...iv", state, q[c])
+        return out + matmul("...ij,...jv->...iv", look[c], u)
+
+    folded = after(0, state, corrected(0, state))
+    state = jnp.where(moved[:, None, None, None], folded, state)
+    u = corrected(1, state)
+    following = after(1, state, u)
+    out = [output(1, state, u), output(2, following, corrected(2, following))]
+    return jnp.moveaxis(jnp.concatenate(out, 2), 1, 2), state
