@@ -96,36 +96,46 @@ class Layer(nn.Module):
         """softmax(q . [context | block]) over both parts, combined by their common maximum: the
         gathered context is never copied to stand beside the block. Returns [R, B, N * D]."""
         slots, block, heads, size = q.shape
-        q = q.reshape(slots, block, keys.shape[1], -1, size)
+        kv = keys.shape[1]
 
         def product(spec, a, b):
             return jnp.einsum(spec, a, b, precision=precision(self.dtype),
                               preferred_element_type=jnp.float32)
 
-        row, column = np.arange(block)[:, None], np.arange(block)
-        in_block = (column <= row) if self.causal else np.ones((block, block), bool)
-        position = jnp.arange(keys.shape[2])
-        in_context = jnp.broadcast_to((position < length[:, None])[:, None],
-                                      (slots, block, len(position)))
-        if self.window is not None:
-            in_block = in_block & (column > row - self.window)
-            first = length[:, None] + np.arange(block) - self.window + 1  # [R, B]
-            in_context = in_context & (position >= first[..., None])
+        # The query heads of a kv head stand under each other, [R, K, G * B, D]: plain batched
+        # products (other orders of bfloat16 axes fail on some CPUs in jaxlib 0.10 and 0.11).
+        q = jnp.moveaxis(q.reshape(slots, block, kv, -1, size), 1, 3).reshape(slots, kv, -1, size)
+        block_k, block_v = block_k.swapaxes(1, 2), block_v.swapaxes(1, 2)  # [R, K, B, D]
+        in_context, in_block = self._visible(length, block, keys.shape[2])
 
-        scale = size**-0.5
-        past = product("rbkgd,rksd->rkgbs", q, keys) * scale
-        own = product("rbkgd,rckd->rkgbc", q, block_k) * scale
-        past = jnp.where(in_context[:, None, None], past, -jnp.inf)
-        own = jnp.where(in_block, own, -jnp.inf)
+        def masked(logits, mask):  # [R, K, G * B, X], [R, B, X]
+            logits = logits.reshape(slots, kv, -1, *mask.shape[1:]) * size**-0.5
+            return jnp.where(mask[:, None, None], logits, -jnp.inf)
+
+        past = masked(product("rkqd,rksd->rkqs", q, keys), in_context)  # [R, K, G, B, S]
+        own = masked(product("rkqd,rkcd->rkqc", q, block_k), in_block)  # [R, K, G, B, B]
         # A row always sees itself, so that the maximum is finite.
         most = jnp.maximum(past.max(-1, keepdims=True, initial=-jnp.inf),
                            own.max(-1, keepdims=True))
         past, own = jnp.exp(past - most), jnp.exp(own - most)
-        total = past.sum(-1) + own.sum(-1)  # [R, K, G, B]
-        mixed = (product("rkgbs,rksd->rbkgd", past.astype(self.dtype), values)
-                 + product("rkgbc,rckd->rbkgd", own.astype(self.dtype), block_v))
-        mixed = mixed / jnp.transpose(total, (0, 3, 1, 2))[..., None]
-        return mixed.astype(self.dtype).reshape(slots, block, heads * size)
+        total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+        past = past.astype(self.dtype).reshape(*q.shape[:3], -1)
+        own = own.astype(self.dtype).reshape(*q.shape[:3], -1)
+        mixed = (product("rkqs,rksd->rkqd", past, values)
+                 + product("rkqc,rkcd->rkqd", own, block_v))
+        mixed = mixed.reshape(*total.shape[:-1], size) / total  # [R, K, G, B, D]
+        return jnp.moveaxis(mixed, 3, 1).astype(self.dtype).reshape(slots, block, heads * size)
+
+    def _visible(self, length: jax.Array, block: int, cache: int) -> tuple[jax.Array, jax.Array]:
+        """Whether row b of a slot's block sees a context position, [R, B, S], and a row of the
+        block, [1, B, B]. A window counts the row itself; without causality it has no end."""
+        row, column, position = np.arange(block)[:, None], np.arange(block), np.arange(cache)
+        in_block = column <= row if self.causal else np.ones((block, block), bool)
+        in_context = position < length[:, None, None]
+        if self.window is None:
+            return jnp.broadcast_to(in_context, (len(length), block, cache)), in_block[None]
+        in_block = in_block & (column > row - self.window)
+        return in_context & (position > length[:, None, None] + row - self.window), in_block[None]
 
 
 class DFlash(nn.Module):

@@ -167,23 +167,25 @@ def frame_attention(
     row of keys, so the tile size does not change the arithmetic."""
     frames, patches, heads, size = q.shape
     real = jnp.arange(patches) < count[:, None]
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [F, A, N, D]: plain batched products
 
-    def attend(q):  # [F, tile, A, D]
-        logits = jnp.einsum("fqad,fkad->faqk", q, k, precision=precision(q.dtype),
+    def attend(q):  # [F, A, tile, D]
+        logits = jnp.einsum("faqd,fakd->faqk", q, k, precision=precision(q.dtype),
                             preferred_element_type=jnp.float32) * size**-0.5
         # A finite floor: a frame of padding alone has no real key and must not give NaN.
         logits = jnp.where(real[:, None, None], logits, jnp.finfo(jnp.float32).min)
         weight = jax.nn.softmax(logits).astype(q.dtype)
-        return jnp.einsum("faqk,fkad->fqad", weight, v, precision=precision(q.dtype),
+        return jnp.einsum("faqk,fakd->faqd", weight, v, precision=precision(q.dtype),
                           preferred_element_type=jnp.float32).astype(q.dtype)
 
     tile = patches
     while tile % 2 == 0 and frames * heads * tile * patches * 4 > LOGITS_BYTES:
         tile //= 2
     if tile == patches:
-        return attend(q)
-    tiles = q.reshape(frames, patches // tile, tile, heads, size).swapaxes(0, 1)
-    return lax.map(attend, tiles).swapaxes(0, 1).reshape(q.shape)
+        return attend(q).swapaxes(1, 2)
+    tiles = jnp.moveaxis(q.reshape(frames, heads, patches // tile, tile, size), 2, 0)
+    mixed = jnp.moveaxis(lax.map(attend, tiles), 0, 2)
+    return mixed.reshape(frames, heads, patches, size).swapaxes(1, 2)
 
 
 def frame_geometry(
