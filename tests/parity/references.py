@@ -1,8 +1,9 @@
 """Reference outputs of the torch oracles: computed live, or read from the committed files.
 
-In: the name of a group. Out: a flat dict of arrays, keys "case/prompt/what". Computing needs torch;
-reading does not. The committed files hold a few rows of each output (`scripts/make_references.py`
-writes them), a live reference holds every row. Each group records for which checkpoints it was made.
+In: the name of a group. Out: a flat dict of arrays, keys "case/prompt/what". Computing needs
+torch, reading does not. The committed files hold a few rows of each output
+(`scripts/make_references.py` writes them), a live reference holds every row. Each group records
+for which checkpoints it was made.
 """
 
 import tempfile
@@ -138,8 +139,8 @@ def _sure(tokens: np.ndarray, gap: float, where) -> np.ndarray:
 
 
 def stop_token(tokens: np.ndarray, lengths) -> int:
-    """A token whose first place is an accepted draft with more of its block after it, so that
-    declaring it a stop id ends the text inside a block (R2); if there is none, the latest newcomer."""
+    """A token whose first place is an accepted draft with more of its block after it, so that as
+    a stop id it ends the text inside a block (R2); if there is none, the latest newcomer."""
     first, start = {int(t): i for i, t in reversed(list(enumerate(tokens)))}, 1
     for length in lengths:
         for i in range(start, min(start + length - 1, len(tokens))):
