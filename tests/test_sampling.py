@@ -87,9 +87,7 @@ def test_filters_equal_sorting(temperature, top_k, top_p, min_p):
 
 def test_filtered_values_are_the_tempered_log_probabilities():
     rows = np.random.default_rng(0).normal(0, 2, (3, 65)).astype(np.float32)
-    out = jit_filtered(
-        rows[None], slots(0.7), slots(9, dtype=jnp.int32), slots(1.0), slots(0.0)
-    )[0]
+    out = jit_filtered(rows[None], slots(0.7), slots(9, dtype=jnp.int32), slots(1.0), slots(0.0))[0]
     kept = np.isfinite(out)
     expected = jax.nn.softmax(np.where(kept, rows / np.float32(0.7), -np.inf), axis=-1)
     np.testing.assert_allclose(jax.nn.softmax(out, axis=-1), expected, rtol=2e-6)
@@ -294,8 +292,7 @@ def test_r32_draw_is_the_same_at_every_width_and_among_neighbours(width):
         """Ids of slot 0; `others` are slots (logits, positions, seed, parameters) beside it."""
         table = [parameters, *(o[3] for o in others)]
         columns = [
-            jnp.array([p[i] for p in table], jnp.int32 if i == 1 else jnp.float32)
-            for i in range(4)
+            jnp.array([p[i] for p in table], jnp.int32 if i == 1 else jnp.float32) for i in range(4)
         ]
         return np.asarray(
             jit_sample(
@@ -306,9 +303,7 @@ def test_r32_draw_is_the_same_at_every_width_and_among_neighbours(width):
             )
         )[0]
 
-    reference = np.concatenate(
-        [draw(logits[j : j + 1], where[j : j + 1], 7) for j in range(16)]
-    )
+    reference = np.concatenate([draw(logits[j : j + 1], where[j : j + 1], 7) for j in range(16)])
     assert len(set(reference.tolist())) > 4
     for start in range(0, 17 - width, 5):
         rows, positions = logits[start : start + width], where[start : start + width]
@@ -318,9 +313,7 @@ def test_r32_draw_is_the_same_at_every_width_and_among_neighbours(width):
         tight = (rows * 5, positions, 8, [0.2, 3, 0.3, 0.2])
         np.testing.assert_array_equal(draw(rows, positions, 7), expected)
         np.testing.assert_array_equal(draw(rows, positions, 7), expected)
-        np.testing.assert_array_equal(
-            draw(rows, positions, 7, greedy_slot, wild, tight), expected
-        )
+        np.testing.assert_array_equal(draw(rows, positions, 7, greedy_slot, wild, tight), expected)
     assert (draw(logits, where, 8) != reference).any()
     assert (draw(logits, where + 1, 7) != reference).any()
 
