@@ -126,10 +126,10 @@ class Layer(nn.Module):
         mixed = mixed.reshape(*total.shape[:-1], size) / total  # [R, K, G, B, D]
         return jnp.moveaxis(mixed, 3, 1).astype(self.dtype).reshape(slots, block, heads * size)
 
-    def _visible(self, length: jax.Array, block: int, cache: int) -> tuple[jax.Array, jax.Array]:
+    def _visible(self, length: jax.Array, block: int, cache: int) -> tuple[jax.Array, np.ndarray]:
         """Whether row b of a slot's block sees a context position, [R, B, S], and a row of the
         block, [1, B, B]. A window counts the row itself; without causality it has no end."""
-        row, column, position = np.arange(block)[:, None], np.arange(block), np.arange(cache)
+        row, column, position = np.arange(block)[:, None], np.arange(block), jnp.arange(cache)
         in_block = column <= row if self.causal else np.ones((block, block), bool)
         in_context = position < length[:, None, None]
         if self.window is None:
