@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mmflash_jax.kernels.gdn_round import matmul, unit_lower_inverse
+from mmflash_jax.kernels.gdn_round import l2_norm, matmul, unit_lower_inverse
 
 BLOCK = 64
 
@@ -29,12 +29,13 @@ def _segments(g: jax.Array) -> jax.Array:
 
 def gdn_prefill(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array,
                 g: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """state [J, dv, dk]; q, k [T, nk, dk], v [T, J, dv], beta, g [T, J] (g the log decay), all f32
-    and zero at padding rows; keep: rows that the returned state contains -> outputs [T, J, dv],
+    """state [J, dv, dk] f32; q, k [T, nk, dk] not yet normed, v [T, J, dv], beta, g [T, J] f32 (g
+    the log decay), all zero at padding rows; keep: rows that the returned state contains -> outputs [T, J, dv],
     state [J, dv, dk]."""
     t, heads, dv = v.shape
     ratio = heads // k.shape[1]
-    q, k = (jnp.repeat(x, ratio, 1) for x in (q, k))
+    q, k = (jnp.repeat(l2_norm(x), ratio, 1) for x in (q, k))
+    q, v = q * k.shape[-1]**-0.5, v.astype(jnp.float32)
     pad = -t % BLOCK
 
     def blocks(x):

@@ -2,7 +2,8 @@
 
 The state stands at a border; the window holds 48 positions from 16 before the newest border: a
 chunk that may just have been completed (the state then moves by it), and the two chunks that hold
-the tokens since, committed or in flight. For a chunk of 16 tokens on state S (dv, dk), decays d:
+the tokens since, committed or in flight. For a chunk of 16 tokens on state S (dv, dk), decays d,
+with q and k over their l2 norms, q also over sqrt(dk):
 
     D_ij = d_{j+1} ... d_i,  e_i = d_0 ... d_i      (running products: differences of log sums
                                                       lose digits after a hard reset)
@@ -11,22 +12,31 @@ the tokens since, committed or in flight. For a chunk of 16 tokens on state S (d
     S'   = e_15 S + sum_j D_15,j u_j k_j^T
 
 Grouping-invariant: a row reads the border state and the earlier tokens of its own chunk, in one
-order, whatever was committed together. Unused rows hold k = v = beta = 0, d = 1 and add exact
+order, whatever was committed together. Unused rows hold q = k = v = beta = 0, d = 1 and add exact
 zeros. Oracle: the token-by-token recurrence (HF `torch_recurrent_gated_delta_rule`).
+`gdn_round_mgpu.py` is the same as a kernel for Hopper.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.scipy.linalg import solve_triangular
 
 from mmflash_jax.layers import HIGHEST
 
 BORDER = 16  # a state stands on a multiple of this
+WINDOW = 3  # chunks of BORDER positions
 
 
 def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Contraction in true float32: the state forgives nothing less."""
     return jnp.einsum(spec, x, y, precision=HIGHEST)
+
+
+def l2_norm(x: jax.Array) -> jax.Array:
+    """x [..., dk] in float32 over the root of its sum of squares."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
 def unit_lower_inverse(below: jax.Array) -> jax.Array:
@@ -44,20 +54,22 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(low, products, 0.0), products[..., 0] * decay[..., :1]
 
 
+def by_chunk(x: jax.Array) -> jax.Array:
+    """[R, 48, heads, ...] -> [R, heads, 3, 16, ...]."""
+    x = x.reshape(x.shape[0], WINDOW, BORDER, *x.shape[2:])
+    return jnp.moveaxis(x, 3, 1)
+
+
 def gdn_round(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
               beta: jax.Array, decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     """state [R, J, dv, dk] f32; moved [R] bool, whether the window's first chunk is to be folded
-    in; q, k [R, 48, nk, dk], v [R, 48, J, dv], beta, decay [R, 48, J], all f32. Value head j reads
-    key head j // (J / nk). -> outputs of the last 32 positions [R, 32, J, dv], state at the
-    newest border."""
+    in; q, k [R, 48, nk, dk] not yet normed, v [R, 48, J, dv], beta, decay [R, 48, J] f32. Value
+    head j reads key head j // (J / nk). -> outputs of the last 32 positions [R, 32, J, dv] f32,
+    state at the newest border."""
     ratio = v.shape[2] // k.shape[2]
-
-    def chunks(x):  # [R, 48, J, ...] -> [3, R, J, 16, ...]
-        x = x.reshape(x.shape[0], 3, BORDER, *x.shape[2:])
-        return jnp.moveaxis(x, (1, 3), (0, 2))
-
-    q, k = (jnp.repeat(chunks(x), ratio, 2) for x in (q, k))
-    v, beta, decay = (chunks(x) for x in (v, beta, decay))
+    q = l2_norm(q) * k.shape[-1]**-0.5
+    q, k = (jnp.repeat(by_chunk(x), ratio, 1) for x in (q, l2_norm(k)))
+    v, beta, decay = (by_chunk(x.astype(jnp.float32)) for x in (v, beta, decay))
     products, since = decay_products(decay)
     pull = matmul("...id,...jd->...ij", k, k) * products * beta[..., None]
     inverse = unit_lower_inverse(jnp.tril(pull, -1))
@@ -65,15 +77,17 @@ def gdn_round(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Array, v:
     to_end = k * products[..., -1, :, None]
 
     def corrected(c, state):
-        seen = since[c][..., None] * matmul("...vk,...ik->...iv", state, k[c])
-        return matmul("...ij,...jv->...iv", inverse[c], beta[c][..., None] * (v[c] - seen))
+        seen = since[:, :, c, :, None] * matmul("...vk,...ik->...iv", state, k[:, :, c])
+        rest = beta[:, :, c, :, None] * (v[:, :, c] - seen)
+        return matmul("...ij,...jv->...iv", inverse[:, :, c], rest)
 
     def after(c, state, u):
-        return since[c][..., -1, None, None] * state + matmul("...jv,...jk->...vk", u, to_end[c])
+        return since[:, :, c, -1, None, None] * state + matmul(
+            "...jv,...jk->...vk", u, to_end[:, :, c])
 
     def output(c, state, u):
-        out = since[c][..., None] * matmul("...vk,...ik->...iv", state, q[c])
-        return out + matmul("...ij,...jv->...iv", look[c], u)
+        out = since[:, :, c, :, None] * matmul("...vk,...ik->...iv", state, q[:, :, c])
+        return out + matmul("...ij,...jv->...iv", look[:, :, c], u)
 
     folded = after(0, state, corrected(0, state))
     state = jnp.where(moved[:, None, None, None], folded, state)

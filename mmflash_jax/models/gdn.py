@@ -14,6 +14,7 @@ from jax import lax
 from mmflash_jax.config import TargetConfig
 from mmflash_jax.kernels.gdn_prefill import gdn_prefill
 from mmflash_jax.kernels.gdn_round import BORDER, gdn_round
+from mmflash_jax.kernels.gdn_round_mgpu import gdn_round_mgpu
 from mmflash_jax.layers import causal_conv, linear
 from mmflash_jax.models.tiles import Tile
 from mmflash_jax.state import TAPE, GdnState
@@ -23,6 +24,7 @@ class GatedDeltaNet(nn.Module):
     """Weights (out, in): qkvzba [C + J*dv + 2J, H], conv [C, 4], norm [dv] (plain, not 1 + w)."""
 
     config: TargetConfig
+    kernels: str = "xla"  # or "mosaic_gpu"
 
     def setup(self):
         c = self.config
@@ -48,15 +50,13 @@ class GatedDeltaNet(nn.Module):
         return u, z, beta, g
 
     def _heads(self, window: jax.Array):
-        """Conv inputs [..., T + 3, C] -> q, k [..., T, nk, dk] normed, v [..., T, J, dv], f32."""
+        """Conv inputs [..., T + 3, C] -> q, k [..., T, nk, dk], v [..., T, J, dv]."""
         c = self.config
-        y = causal_conv(window, self.conv)
+        y = causal_conv(window, self.conv).astype(window.dtype)
         q, k, v = jnp.split(y, (c.key_dim, 2 * c.key_dim), -1)
         q, k = (x.reshape(*x.shape[:-1], c.linear_num_key_heads, c.linear_key_head_dim)
                 for x in (q, k))
-        q, k = (x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
-        v = v.reshape(*v.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim)
-        return q * c.linear_key_head_dim**-0.5, k, v
+        return q, k, v.reshape(*v.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim)
 
     def _finish(self, o: jax.Array, z: jax.Array) -> jax.Array:
         """o [M, J, dv] f32, z [M, J*dv] -> [M, H]: norm, gate, out."""
@@ -81,8 +81,9 @@ class GatedDeltaNet(nn.Module):
         decay = _join(cache.decay, at - first, tile.unpack(jnp.exp(g)), at - length, tile.width)
         real = (at < length + tile.width)[..., None]
         beta, decay = jnp.where(real, beta, 0.0), jnp.where(real, decay, 1.0)
-        q, k, v = (jnp.where(real[..., None], y, 0.0) for y in self._heads(window))
-        out, state = gdn_round(cache.state, tile.moved, q, k, v, beta, decay)
+        q, k, v = (jnp.where(real[..., None], y, 0) for y in self._heads(window))
+        operation = gdn_round_mgpu if self.kernels == "mosaic_gpu" else gdn_round
+        out, state = operation(cache.state, tile.moved, q, k, v, beta, decay)
         rows = (length - border) + jnp.arange(BORDER)
         out = jnp.take_along_axis(out, rows[..., None, None], 1)
         tape = GdnState(state, window[:, BORDER:BORDER + past + TAPE],
@@ -98,7 +99,7 @@ class GatedDeltaNet(nn.Module):
         window = jnp.concatenate([cache.conv[0, :past], u])
         real = (jnp.arange(x.shape[0]) < valid)[:, None]
         beta, g = jnp.where(real, beta, 0.0), jnp.where(real, g, 0.0)
-        q, k, v = (jnp.where(real[..., None], y, 0.0) for y in self._heads(window))
+        q, k, v = (jnp.where(real[..., None], y, 0) for y in self._heads(window))
         keep = valid // BORDER * BORDER
         out, state = gdn_prefill(cache.state[0], q, k, v, beta, g, keep)
 

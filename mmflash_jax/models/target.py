@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mmflash_jax.config import TargetConfig
+from mmflash_jax.kernels import gdn_round_mgpu
 from mmflash_jax.kernels.gdn_round import BORDER
 from mmflash_jax.layers import linear, mrope_table, rms_norm, swiglu
 from mmflash_jax.models.attention import Attention
@@ -39,13 +40,15 @@ class Layer(nn.Module):
 
     config: TargetConfig
     kind: str
+    kernels: str
 
     def setup(self):
         c = self.config
         init = nn.initializers.normal(0.02)
         self.input_norm = self.param("input_norm", init, (c.hidden_size,))
         self.post_norm = self.param("post_norm", init, (c.hidden_size,))
-        self.mixer = Attention(c) if self.kind == "full_attention" else GatedDeltaNet(c)
+        full = self.kind == "full_attention"
+        self.mixer = Attention(c) if full else GatedDeltaNet(c, self.kernels)
         self.mlp = Mlp(c)
 
     def __call__(self, x: jax.Array, mix) -> tuple[jax.Array, object]:
@@ -57,12 +60,13 @@ class Layer(nn.Module):
 
 
 class Target(nn.Module):
-    """`taps` are the layers whose outputs the drafter reads; `dtype` is the run's."""
+    """`taps` are the layers whose outputs the drafter reads; `dtype` is the run's; `kernels` is
+    "xla" or, where `default_kernels` says so, "mosaic_gpu"."""
 
     config: TargetConfig
     taps: tuple[int, ...] = ()
     dtype: jnp.dtype = jnp.bfloat16
-    with_vision: bool = True
+    kernels: str = "xla"
 
     def setup(self):
         c = self.config
@@ -71,8 +75,8 @@ class Target(nn.Module):
         if not c.tie_word_embeddings:
             self.head = self.param("head", init, (c.vocab_size, c.hidden_size))
         self.norm = self.param("norm", init, (c.hidden_size,))
-        self.layers = [Layer(c, kind) for kind in c.layer_types]
-        if c.vision is not None and self.with_vision:
+        self.layers = [Layer(c, kind, self.kernels) for kind in c.layer_types]
+        if c.vision is not None:
             self.vision = Vision(c.vision, self.dtype)
 
     def encode(self, *frames) -> jax.Array:
@@ -166,6 +170,17 @@ class Target(nn.Module):
         taps = [outputs[i] for i in self.taps]
         joined = jnp.concatenate(taps, -1) if taps else jnp.zeros((x.shape[0], 0), x.dtype)
         return x, joined, tuple(attention), tuple(gdn)
+
+
+def default_kernels(config: TargetConfig, dtype) -> str:
+    """The fastest kernels that serve this target on the first device."""
+    fits = gdn_round_mgpu.supported(config.linear_key_head_dim, config.linear_value_head_dim, dtype)
+    hopper = "H100" in _device_kind() or "H200" in _device_kind()
+    return "mosaic_gpu" if fits and hopper else "xla"
+
+
+def _device_kind() -> str:
+    return jax.devices()[0].device_kind
 
 
 def _page_shape(state: State) -> tuple[int, int, int, int]:

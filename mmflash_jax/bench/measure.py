@@ -1,0 +1,126 @@
+"""The measurements behind `python -m mmflash_jax.bench`: what is run, how it is timed, the rows.
+
+Every row is a dict in the form that the result files keep: benchmark, geometry, drafter, slots,
+context, tp, median_ms, p10_ms, p90_ms, limit_ms, and what belongs to that benchmark alone.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmflash_jax.bench import geometry
+from mmflash_jax.config import PRESETS
+from mmflash_jax.models.vision import encode
+from mmflash_jax.processor import Picture, positions_3d
+from mmflash_jax.round import Models, admit, prefill_chunk
+from mmflash_jax.round import rounds as run_rounds
+from mmflash_jax.state import init_state
+
+CALL = 8  # rounds in one program: what a stream of text would ask for at a time
+PAGE = 256
+
+
+def rounds(name: str, *, width: int, slots: list[int], contexts: list[int], repeat: int,
+           with_decode: bool) -> list[dict]:
+    """Time rounds of `width` rows at each number of slots and each context."""
+    models, params = geometry.random_pair(name, width > 1)
+    plain = Models(models.target.clone(taps=()))
+    rows = []
+    for count in slots:
+        for context in contexts:
+            if with_decode:
+                rows.append(_rounds(name, plain, params, 1, count, context, repeat))
+            rows.append(_rounds(name, models if width > 1 else plain, params, width, count,
+                                context, repeat))
+    return rows
+
+
+def _rounds(name: str, models: Models, params: dict, width: int, slots: int, context: int,
+            repeat: int) -> dict:
+    """Time `repeat` rounds in calls of CALL, the clock around each call, every call from the
+    same context: the slots are set back between calls, the caches stay."""
+    pages = -(-(context + (CALL + 1) * width) // PAGE)
+    state = geometry.filled_state(models, slots=slots, context=context, pages=pages, page=PAGE)
+    begun = time.perf_counter()
+    program = run_rounds.lower(models, params, state, CALL, width=width, pages=pages,
+                               sampled=False).compile()
+    compile_s = time.perf_counter() - begun
+    times, tokens = [], []
+    for _ in range(2 + -(-repeat // CALL)):
+        at = jnp.full((slots,), context, jnp.int32)
+        state = state.replace(slots=state.slots.replace(length=at, border=at // 16 * 16))
+        jax.block_until_ready(state)
+        begun = time.perf_counter()
+        state, out, done = program(params, state)
+        jax.block_until_ready(done)
+        times.append((time.perf_counter() - begun) / CALL * 1e3)
+        tokens.append(int(out.count.sum()) / CALL / slots)
+    return row("decode" if width == 1 else "round", name, models, slots, context, times[2:],
+               geometry.limit_ms(models, slots, context, width), width=width,
+               compile_s=round(compile_s, 1), tokens_per_round=round(float(np.mean(tokens)), 2),
+               temp_mb=round(program.memory_analysis().temp_size_in_bytes / 1e6, 1))
+
+
+def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
+    """Time a prompt of `context` tokens, three quarters of them one picture: vision tower, one
+    prefill chunk, first token."""
+    config = PRESETS[name]
+    models, params = geometry.random_pair(name, True)
+    seen = jax.jit(lambda p, *x: models.target.apply({"params": p}, *x, method="encode"))
+    rng = np.random.default_rng(0)
+    rows = []
+    for context in contexts:
+        side = int((0.75 * context) ** 0.5) // 2 * 2
+        grid = (1, 2 * side, 2 * side)
+        picture = Picture(rng.uniform(-1, 1, (4 * side**2, config.vision.patch_dim))
+                          .astype(np.float32), grid)
+        ids = rng.integers(0, 1000, context).astype(np.int32)
+        ids[8], ids[9:9 + side**2], ids[9 + side**2] = (
+            config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
+        positions, delta = positions_3d(ids, [grid], config)
+        state = init_state(config, models.drafter.config, slots=1,
+                           pages_per_slot=-(-context // PAGE) + 1, page=PAGE, dtype=jnp.bfloat16)
+        times, vision_times = [], []
+        for i in range(repeat + 2):
+            state = admit(state, jnp.int32(0), state.pages[0],
+                          {"rope_delta": delta, "remaining": 100})
+            jax.block_until_ready(state)
+            begun = time.perf_counter()
+            features = encode(lambda *x: seen(params["target"], *x), [picture], config.vision)[0]
+            if i > 1:
+                features.block_until_ready()
+                vision_times.append((time.perf_counter() - begun) * 1e3)
+            rows_of = jnp.zeros((context, config.hidden_size), jnp.bfloat16)
+            rows_of = rows_of.at[9:9 + side**2].set(features)
+            state, token = prefill_chunk(
+                models, params, state, jnp.int32(0), ids, positions, jnp.int32(context), rows_of,
+                True, sampled=False)
+            token.block_until_ready()
+            times.append((time.perf_counter() - begun) * 1e3)
+        flops = 2 * context * (geometry.target_bytes(config, 1, 0) / 2
+                               - config.vocab_size * config.hidden_size)
+        rows.append(row("prefill", name, models, 1, context, times[2:], flops / 790e12 * 1e3,
+                        vision_ms=round(float(np.median(vision_times)), 2),
+                        picture_tokens=side**2))
+    return rows
+
+
+def row(benchmark: str, name: str, models: Models, slots: int, context: int, times: list[float],
+        limit: float, **more) -> dict:
+    """One result: percentiles of `times` (ms) beside `limit` (ms), and the card's peak memory."""
+    low, middle, high = (round(float(x), 3) for x in np.percentile(times, (10, 50, 90)))
+    used = jax.devices()[0].memory_stats() or {}
+    return {"benchmark": benchmark, "geometry": name,
+            "drafter": "mmflash" if models.drafter else "none", "slots": slots,
+            "context": context, "tp": 1, "median_ms": middle, "p10_ms": low, "p90_ms": high,
+            "limit_ms": round(limit, 3), **more,
+            "peak_gb": round(used.get("peak_bytes_in_use", 0) / 1e9, 2)}
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as a Markdown table, columns in order of first appearance."""
+    names = list(dict.fromkeys(name for r in rows for name in r))
+    lines = [names, ["---"] * len(names)] + [[str(r.get(n, "")) for n in names] for r in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
