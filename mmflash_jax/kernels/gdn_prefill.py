@@ -30,8 +30,8 @@ def _segments(g: jax.Array) -> jax.Array:
 def gdn_prefill(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array,
                 g: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
     """state [J, dv, dk] f32; q, k [T, nk, dk] not yet normed, v [T, J, dv], beta, g [T, J] f32 (g
-    the log decay), all zero at padding rows; keep: rows that the returned state contains -> outputs [T, J, dv],
-    state [J, dv, dk]."""
+    the log decay), all zero at padding rows; keep: rows that the returned state contains
+    -> outputs [T, J, dv] f32, state [J, dv, dk]."""
     t, heads, dv = v.shape
     ratio = heads // k.shape[1]
     q, k = (jnp.repeat(l2_norm(x), ratio, 1) for x in (q, k))

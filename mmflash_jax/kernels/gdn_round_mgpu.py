@@ -21,7 +21,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mmflash_jax.kernels.gdn_round import BORDER, WINDOW, by_chunk
+from mmflash_jax.kernels.gdn_round import (
+    BORDER,
+    WINDOW,
+    by_chunk,
+    decay_products,
+    matmul,
+    unit_lower_inverse,
+)
 
 DIM = 128  # of keys and of values
 COLUMNS = 64  # value columns of a program: the M side of a wgmma tile
@@ -70,23 +77,10 @@ def prologue(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: j
     kk = heads(dot(k, k) * norm_k[..., None] * norm_k[..., None, :])
     qk = heads(dot(q, k) * norm_q[..., None] * norm_k[..., None, :])
     norm_q, norm_k = heads(norm_q), heads(norm_k)
-    eye = jnp.eye(BORDER, dtype=f32)
-    rows = [jnp.broadcast_to(eye[0], (*decay.shape[:-1], BORDER))]
-    for i in range(1, BORDER):
-        rows.append(rows[-1] * decay[..., i:i + 1] + eye[i])
-    products = jnp.stack(rows, -2)
-    since = products[..., 0] * decay[..., :1]
-    pull = kk * products * beta[..., None]
-    look = qk * products
-    # Forward substitution, row by row: unrolled, it becomes a few fused kernels.
-    inverse, seen = [], []
-    for i in range(BORDER):
-        row = jnp.broadcast_to(eye[i], rows[0].shape)
-        for j in range(i):
-            row = row - pull[..., i, j, None] * inverse[j]
-        inverse.append(row)
-        seen.append(sum(look[..., i, j, None] * inverse[j] for j in range(i + 1)))
-    both = jnp.stack(split3(jnp.stack(inverse + seen, -2)), -3)
+    products, since = decay_products(decay)
+    inverse = unit_lower_inverse(jnp.tril(kk * products * beta[..., None], -1))
+    seen = matmul("...ij,...jk->...ik", qk * products, inverse)
+    both = jnp.stack(split3(jnp.concatenate([inverse, seen], -2)), -3)
     last = jnp.broadcast_to(since[..., -1:], since.shape)
     factors = [beta, beta * since * norm_k, since * norm_q, products[..., -1, :] * norm_k, last]
     factors += [jnp.zeros_like(last)] * (VECTORS - len(factors))
@@ -112,7 +106,7 @@ def _kernel(interpreted, moved_ref, kq_ref, v_ref, factor_ref, tp_ref, s_ref, o_
         cut = pl.ds(chunk, count)
         plgpu.copy_gmem_to_smem(v_ref.at[at].at[cut, columns], v.at[cut], bar)
 
-    def matmul(pairs, n, init=None):
+    def product(pairs, n, init=None):
         """Sum of a @ b into one accumulator, smallest terms first."""
         if interpreted:  # wgmma with operands in registers is not interpreted
             y = jnp.zeros((COLUMNS, n), f32) if init is None else init
@@ -141,13 +135,13 @@ def _kernel(interpreted, moved_ref, kq_ref, v_ref, factor_ref, tp_ref, s_ref, o_
             return lax.broadcast_in_dim(row, (COLUMNS, BORDER), [1])
 
         both = transposed(kq.at[pl.ds(c * 2 * BORDER, 2 * BORDER)])
-        read = matmul([(part, both) for part in split3(state)[::-1]], 2 * BORDER)
+        read = product([(part, both) for part in split3(state)[::-1]], 2 * BORDER)
         values = plgpu.load(v.at[c], layout=layout).astype(f32)
         x = split3(factors(0) * values - factors(1) * read[:, :BORDER])
         # Six of nine products of parts: those above 2^-24 of the largest.
         pairs = [(2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0)]
-        uo = matmul([(x[i], transposed(tp.at[pl.ds((c * PARTS + j) * 2 * BORDER, 2 * BORDER)]))
-                     for i, j in pairs], 2 * BORDER)
+        uo = product([(x[i], transposed(tp.at[pl.ds((c * PARTS + j) * 2 * BORDER, 2 * BORDER)]))
+                      for i, j in pairs], 2 * BORDER)
 
         @pl.when(c > 0)
         def _():
@@ -156,7 +150,7 @@ def _kernel(interpreted, moved_ref, kq_ref, v_ref, factor_ref, tp_ref, s_ref, o_
         def advance():
             keys = kq.at[pl.ds(c * 2 * BORDER, BORDER)]
             parts = split3(uo[:, :BORDER] * factors(3))[::-1]
-            return matmul([(part, keys) for part in parts], DIM, state * factor[c, 4, 0])
+            return product([(part, keys) for part in parts], DIM, state * factor[c, 4, 0])
 
         state = lax.cond(c < WINDOW - 1, advance, lambda: state)
 
