@@ -349,6 +349,7 @@ def write_shards(tensors: Iterator[tuple[str, np.ndarray]], shards: list[list[st
             weight_map[name] = file
             total += value.nbytes
         save_file(held, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # the library makes it private
         del held
     if many:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

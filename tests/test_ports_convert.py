@@ -1,22 +1,25 @@
 """Orbax folders and the converter: bit-equal both ways, nothing half-written, one-line errors."""
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
 import numpy as np
 import pytest
 
-from mmflash_jax.config import drafter_config, read_json, target_config
-from ports import CheckpointError, convert
+from mmflash_jax.config import PRESETS, drafter_config, read_json, target_config
+from ports import CheckpointError, convert, name_table
 from ports.dflash import load_drafter, save_drafter
 from ports.mask_embedding import write_mask_embedding
 from ports.name_table import flat
 from ports.orbax_dir import is_orbax, save_params
-from ports.qwen35 import load_target
+from ports.qwen35 import load_target, save_target
+from ports.random_params import random_target
 from ports.safetensors_dir import open_dir
 from tests import tiny
 
@@ -96,16 +99,15 @@ def test_drafter_both_ways(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32", None))
-def test_orbax_loads_as_the_original_does(folder, orbax, dtype):
-    config = config_of(folder)
-    for asked in ({}, {"vision": False}, {"mtp": True}):
-        seen = []
-        expected = load_target(folder, config, dtype, **asked)
-        found = load_target(orbax, config, dtype, progress=lambda *n: seen.append(n), **asked)
-        assert_same_bits(dict(flat(found)), dict(flat(expected)))
-        assert all(isinstance(value, jax.Array) for _, value in flat(found))
-        total = sum(value.nbytes for _, value in flat(found))
-        assert seen[-1] == (total, total)
+@pytest.mark.parametrize("asked", ({}, {"vision": False}, {"mtp": True}))
+def test_orbax_loads_as_the_original_does(folder, orbax, dtype, asked):
+    config, seen = config_of(folder), []
+    expected = load_target(folder, config, dtype, **asked)
+    found = load_target(orbax, config, dtype, progress=lambda *n: seen.append(n), **asked)
+    assert_same_bits(dict(flat(found)), dict(flat(expected)))
+    assert all(isinstance(value, jax.Array) for _, value in flat(found))
+    total = sum(value.nbytes for _, value in flat(found))
+    assert seen[-1] == (total, total)
 
 
 def test_trained_parameters_from_the_device(tmp_path):
@@ -190,6 +192,7 @@ def test_broken_orbax_folders_are_named_r28(folder, orbax, monkeypatch):
         load_target(other, config)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's own
 def test_orbax_data_that_cannot_be_read_r28(folder, orbax):
     """Same size, other bytes: found by orbax while reading, and named."""
     data = orbax / "params" / "layers_1" / "manifest.ocdbt"
@@ -284,8 +287,84 @@ def test_kill_9_leaves_nothing_that_loads_r28(folder, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert [p.name.startswith("out.incomplete-") for p in left] == [True] and not out.exists()
-    for name in (left[0], left[0].rename(tmp_path / "renamed")):
-        with pytest.raises(CheckpointError):
-            load_target(name, config_of(folder))
+    with pytest.raises(CheckpointError, match="interrupted conversion"):
+        load_target(left[0], config_of(folder))
+    with pytest.raises(CheckpointError, match="the folder is not whole"):
+        load_target(left[0].rename(tmp_path / "renamed"), config_of(folder))
     convert.to_orbax(folder, out)
     assert load_target(out, config_of(folder))
+
+
+def test_reading_ahead_is_bounded_r36(monkeypatch):
+    """At most READ_AHEAD bytes, or one parameter, are read and not yet taken."""
+    monkeypatch.setattr(name_table, "READ_AHEAD", 100)
+    lock, held, most = threading.Lock(), 0, 0
+
+    def read(size):
+        nonlocal held, most
+        with lock:
+            held += size
+            most = max(most, held)
+        return size
+    sizes = [10] * 30 + [250] + [60, 60, 30] * 5
+    taken = []
+    for job, size in name_table.read_ahead(sizes, lambda size: size, read):
+        assert job == size
+        taken.append(size)
+        with lock:
+            held -= size
+    assert taken == sizes and most <= 260  # the one taken has not been given back yet
+
+
+def test_reading_ahead_stops_at_a_fault():
+    def read(job):
+        if job == 3:
+            raise CheckpointError("three")
+        return job
+    seen = []
+    with pytest.raises(CheckpointError, match="three"):
+        for job, _ in name_table.read_ahead(range(1000), lambda _: 1, read):
+            seen.append(job)
+    assert seen == [0, 1, 2]
+
+
+MEASURE = """
+import resource, sys
+import jax, orbax.checkpoint
+from pathlib import Path
+from mmflash_jax.config import read_json, target_config
+from ports import convert
+from ports.name_table import flat
+from ports.qwen35 import load_target, save_target
+from ports.random_params import random_target
+way, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+jax.devices()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before, params = peak(), 0
+if way == "load":
+    tree = load_target(source, target_config(read_json(source / "config.json")))
+    params = sum(value.nbytes for _, value in flat(tree))  # on a CPU they are host memory too
+elif way == "to-orbax":
+    convert.to_orbax(source, out)
+else:
+    convert.to_hf(source, out, max_shard_bytes=10**9)
+print(peak() - before - params)
+"""
+
+
+@pytest.mark.slow
+def test_host_memory_r36(tmp_path):
+    """Two of the largest parameter and what is read ahead: for the 27B (2.5 GB in shards of
+    3.1 GB) 7 GB, where 1.5 times the largest shard + 4 GB are allowed."""
+    config = dataclasses.replace(
+        PRESETS["qwen3.5-9b"], vision=None, vocab_size=100_000, mtp_num_hidden_layers=0,
+        layer_types=("linear_attention", "full_attention") * 2)
+    largest = 2 * config.vocab_size * config.hidden_size
+    hf, orbax, back = (tmp_path / n for n in ("hf", "orbax", "back"))
+    save_target(random_target(config, jax.random.key(0)), config, hf, max_shard_bytes=10**9)
+    for way, source, out in (("load", hf, hf), ("to-orbax", hf, orbax), ("to-hf", orbax, back)):
+        done = subprocess.run([sys.executable, "-c", MEASURE, way, source, out], check=True,
+                              env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True)
+        assert int(done.stdout) < 2 * largest + 1.5e9, way
+    for path in hf.glob("*.safetensors"):
+        assert path.read_bytes() == (back / path.name).read_bytes()

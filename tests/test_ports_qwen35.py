@@ -112,6 +112,8 @@ def test_round_trip_keeps_every_bit_r36(tmp_path, sizes):
     save_target(params, config, tmp_path / "out", files_from=tmp_path / "in",
                 max_shard_bytes=100_000)
     assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "in"))
+    modes = {p.stat().st_mode for p in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # whoever reads the config reads the weights
     index = read_json(tmp_path / "out" / "model.safetensors.index.json")
     shards = set(index["weight_map"].values())
     assert len(shards) > 3 and shards == {p.name for p in (tmp_path / "out").glob("*.safetens*s")}
@@ -223,10 +225,15 @@ WRONG = {  # name: (what is done to the tensors, what the message must say)
     "both_prefixes": (lambda t: t.update({"model.norm.weight": np.ones(56, np.float32)}),
                       r"model\.(language_model\.)?norm\.weight are the same parameter"),
 }
-for ending in ("weight_scale_inv", "weight_packed", "qweight", "qzeros", "weight_scale"):
-    WRONG[ending] = (
-        lambda t, e=ending: t.update({f"{LAYER}.mlp.up_proj.{e}": np.ones(2, np.float32)}),
-        rf"up_proj\.{ending} \(F32\) belongs to quantised weights")
+
+
+def add_packed(ending):
+    return lambda tensors: tensors.update(
+        {f"{LAYER}.mlp.up_proj.{ending}": np.ones(2, np.float32)})
+
+
+for packed in ("weight_scale_inv", "weight_packed", "qweight", "qzeros", "weight_scale"):
+    WRONG[packed] = (add_packed(packed), rf"up_proj\.{packed} \(F32\) belongs to quantised weights")
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -273,13 +280,13 @@ def test_save_refuses_wrong_parameters_and_leaves_nothing(folder, tmp_path):
     config = config_of(folder)
     params = load_target(folder, config)
     out = tmp_path / "new" / "out"
-    for change, message in (
-            (lambda p: p.pop("norm"), "parameter norm is missing"),
-            (lambda p: p.update(extra=p["norm"]), "parameter extra is surplus"),
-            (lambda p: p.update(norm=p["norm"][1:]), r"norm has shape \[55\], expected \[56\]"),
-            (lambda p: p.pop("vision"), "parameter vision/patch/weight is missing")):
-        wrong = dict(params)
-        change(wrong)
+    norm = params["norm"]
+    for wrong, message in (
+            ({k: v for k, v in params.items() if k != "norm"}, "parameter norm is missing"),
+            ({**params, "extra": norm}, "parameter extra is surplus"),
+            ({**params, "norm": norm[1:]}, r"norm has shape \[55\], expected \[56\]"),
+            ({k: v for k, v in params.items() if k != "vision"},
+             "parameter vision/patch/weight is missing")):
         with pytest.raises(CheckpointError, match=message):
             save_target(wrong, config, out)
     other = dataclasses.replace(config, rms_norm_eps=1e-5)
