@@ -13,6 +13,8 @@ from transformers import Qwen3_5ForConditionalGeneration
 
 from tests.parity.cases import Case
 
+torch.set_num_threads(1)  # tiny products: more threads only wait for each other
+
 
 class Target:
     """A checkpoint loaded by HF. Raises AssertionError if any tensor is missing or surplus."""

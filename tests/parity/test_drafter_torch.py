@@ -62,7 +62,7 @@ def test_block_equals_dflash(ours, expected, name, length):
 @pytest.mark.parametrize("name, reaches", [("sliding", False), ("mixed", True), ("full", True)])
 def test_window_bounds_the_context_r20(ours, name, reaches):
     """R20: features older than the window change no bit in a drafter that only slides, and reach
-    the block through a full layer. Context K/V do not depend on each other: layers do not add up."""
+    the block through a full layer. Context rows never see each other: layers do not add up."""
     features = cases.context_features(name, 40)
     oldest = 29  # with window 12, row 0 of the block stands at 40 and sees 29 .. 40
     old = features.copy()
