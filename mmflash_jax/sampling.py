@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 _INF_BITS = 0x7F800000  # float32 +inf: the largest depth, "keep everything"
-_WEIGHT_BITS = 26  # resolution of one token's probability mass, relative to the likeliest token
-_HALF_BITS = 13  # masses are summed as two halves of 13 bits, exact below 2**19 tokens
-_MAX_VOCAB = 2**19 - 1
+_PART_BITS = 10  # a token's probability mass is an integer of three such parts, summed apart
+_WEIGHT_BITS = 3 * _PART_BITS  # its resolution, relative to the likeliest token
+_MAX_VOCAB = 2**21  # sums of parts stay below 2**32
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -85,7 +85,7 @@ def filtered(
     In this order: temperature; the top_k largest; of the renormalised rest the smallest set of
     the likeliest tokens whose mass reaches top_p, at least one; of these the tokens with at least
     min_p times the probability of the likeliest. Tokens tied with the last one kept are all kept.
-    Masses are counted in steps of 2**-26 of the likeliest token's. Rows with temperature 0 are
+    Masses are counted in steps of 2**-30 of the likeliest token's. Rows with temperature 0 are
     filtered as if it were 1. Returns float32 [R, W, V].
 
     Nothing is sorted. Depth below the maximum is a float >= 0, and such floats order like their
@@ -227,14 +227,21 @@ def _least(enough, most: jax.Array) -> jax.Array:
 def _mass(weight: jax.Array, kept: jax.Array) -> jax.Array:
     """Sum of uint32 weights [..., V] where kept, as float32 [...], the same in any order.
 
-    The two halves are summed as integers and joined by a product with a power of two, which is
-    exact, so that it cannot matter whether the compiler fuses it with the addition.
+    The parts are summed as integers and joined by a product with a power of two, which is exact,
+    so that it cannot matter whether the compiler fuses it with the addition.
     """
     weight = jnp.where(kept, weight, 0)
-    low = jnp.sum(weight & (2**_HALF_BITS - 1), axis=-1, dtype=jnp.uint32)
-    high = jnp.sum(weight >> _HALF_BITS, axis=-1, dtype=jnp.uint32) + (low >> _HALF_BITS)
-    low = low & (2**_HALF_BITS - 1)
-    return high.astype(jnp.float32) * 2.0**_HALF_BITS + low.astype(jnp.float32)
+    ones = 2**_PART_BITS - 1
+
+    def total(shift: int) -> jax.Array:
+        return jnp.sum((weight >> shift) & ones, axis=-1, dtype=jnp.uint32)
+
+    low, middle = total(0), total(_PART_BITS)
+    high = jnp.sum(weight >> 2 * _PART_BITS, axis=-1, dtype=jnp.uint32)
+    middle = middle + (low >> _PART_BITS)
+    high = high + (middle >> _PART_BITS)
+    low = ((middle & ones) << _PART_BITS) | (low & ones)  # below 2**20: exact as float32
+    return high.astype(jnp.float32) * 2.0 ** (2 * _PART_BITS) + low.astype(jnp.float32)
 
 
 def _threefry(
