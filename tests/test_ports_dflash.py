@@ -247,3 +247,16 @@ def test_export_of_five_layers_has_58_tensors(tmp_path):
     assert set(tensors) == set(load_file(tmp_path / "shape" / "model.safetensors"))
     assert sum(t.size for t in tensors.values()) == config.parameter_count()
     assert_same_bits(dict(flat(load_drafter(tmp_path / "out", config))), dict(flat(params)))
+
+
+def test_export_loads_in_the_published_model_code(tmp_path):
+    pytest.importorskip("torch")
+    model = pytest.importorskip("dflash.model")
+    tiny.write_drafter(tmp_path / "in", tiny.target_fields(), dtype="bfloat16")
+    config = config_of(tmp_path / "in")
+    save_drafter(load_drafter(tmp_path / "in", config, None), config, tmp_path / "out")
+    loaded, report = model.DFlashDraftModel.from_pretrained(tmp_path / "out",
+                                                            output_loading_info=True)
+    assert not any(report.values()), report
+    assert sum(p.numel() for p in loaded.parameters()) == config.parameter_count()
+    assert loaded.config.block_size == config.block_size
