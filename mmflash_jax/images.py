@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageSequence
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # JPEG includes phones' MPO
 MAX_PIXELS = 2**27  # 134 megapixels: guards against decompression bombs
 FOLDER_FPS = 2.0  # a folder of frames carries no rate; 2 is the rate at which videos are sampled
 
@@ -208,12 +208,8 @@ def load_video(source: Source, folder_fps: float = FOLDER_FPS) -> Video:
     installs. Frames are read later, one at a time. Raises InputError.
     """
     name = source_name(source)
-    if isinstance(source, str | Path) and not str(source)[:5].lower() == "data:":
-        try:
-            if Path(source).is_dir():
-                return _frame_folder(Path(source), folder_fps)
-        except (OSError, ValueError):
-            pass  # said better by _encoded
+    if isinstance(source, str | Path) and _is_folder(source):
+        return _frame_folder(Path(source), folder_fps)
     if isinstance(source, Image.Image):
         return _animation(name, source)
     where, _ = _encoded(source, "video")
@@ -227,6 +223,13 @@ def load_video(source: Source, folder_fps: float = FOLDER_FPS) -> Video:
         return _video_file(name, where)
     except Exception as error:
         raise InputError(f"{name}: broken picture ({_line(error)})") from None
+
+
+def _is_folder(source: str | Path) -> bool:
+    try:
+        return Path(source).is_dir()
+    except (OSError, ValueError):  # too long or holding a zero byte: no file either
+        return False
 
 
 def _natural(path: Path) -> list[Any]:
