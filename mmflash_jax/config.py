@@ -242,7 +242,8 @@ def target_config(fields: dict, where: str = "config.json") -> TargetConfig:
     if names and not set(names) & set(TARGET_CLASSES):
         raise ConfigError(f"{where}: architectures is {names}, expected {TARGET_CLASSES[0]}")
     if not names and fields.get("model_type") not in ("qwen3_5", "qwen3_5_text"):
-        raise ConfigError(f"{where}: model_type is {fields.get('model_type')!r}, expected 'qwen3_5'")
+        raise ConfigError(f"{where}: model_type is {fields.get('model_type')!r}, "
+                          "expected 'qwen3_5'")
     nested = isinstance(fields.get("text_config"), dict)
     text = fields["text_config"] if nested else fields
     at = f"{where}: text_config" if nested else where

@@ -19,7 +19,6 @@ from flax import struct
 from jax import lax
 
 from mmflash_jax import sampling
-from mmflash_jax.drafters import Drafter
 from mmflash_jax.models.target import Target
 from mmflash_jax.state import LENGTH, RUNNING, STOP, KvPages, State, row_places, write_rows
 
@@ -30,7 +29,7 @@ class Models(NamedTuple):
     """The modules, static in every program. Without a drafter only width 1 makes sense."""
 
     target: Target
-    drafter: Any = None  # a flax module that satisfies drafters.Drafter
+    drafter: Any = None  # a module that satisfies `drafters.Drafter`
 
 
 @struct.dataclass

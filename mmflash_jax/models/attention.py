@@ -61,4 +61,5 @@ class Attention(nn.Module):
         """x [T, H]; places: page ids and offsets [T]; pages [n] of the slot -> rows, pages."""
         q, gate, k, v = self._project(x, cos, sin)
         cache = write_rows(cache, *places, k, v)
-        return self._finish(prefill_attention(q, cache.keys, cache.values, pages, start), gate), cache
+        attended = prefill_attention(q, cache.keys, cache.values, pages, start)
+        return self._finish(attended, gate), cache
