@@ -145,7 +145,7 @@ def context_features(name: str, length: int) -> np.ndarray:
 def fingerprint(folder: Path) -> str:
     """A hash of a checkpoint's configuration and tensors: what a reference was computed for."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     for name in sorted(tensors):

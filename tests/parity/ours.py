@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmflash_jax import processor
-from mmflash_jax.config import drafter_config, read_json, target_config
+from mmflash_jax.config import DrafterConfig, drafter_config, read_json, target_config
 from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.kernels.gdn_round import BORDER
 from mmflash_jax.layers import rms_norm
@@ -37,7 +37,8 @@ class Ours:
                  tap_all: bool = False):
         self.config = target_config(read_json(folder / "config.json"))
         self.params = {"target": load_target(folder, self.config, "float32")}
-        self.drafter, taps = None, ()
+        self.drafter: DrafterConfig | None = None
+        taps: tuple[int, ...] = ()
         if drafter_folder is not None:
             self.drafter = drafter_config(read_json(drafter_folder / "config.json"))
             self.params["drafter"] = load_drafter(drafter_folder, self.drafter, "float32")
@@ -59,6 +60,8 @@ class Ours:
         """The vision tower's rows for each picture."""
         pictures = [processor.Picture(patches, grid)
                     for patches, grid in zip(case.patches, case.grids, strict=True)]
+        if self.config.vision is None:
+            raise ValueError("the target has no vision tower")
         run = functools.partial(self.apply, method="encode")
         return [np.asarray(rows) for rows in encode(run, pictures, self.config.vision)]
 
@@ -69,7 +72,8 @@ class Ours:
         """[T, H]: feature rows where the prompt has pads, zeros elsewhere."""
         rows = np.zeros((len(case.ids), self.config.hidden_size), np.float32)
         if case.kinds:
-            pads = np.isin(case.ids, (self.config.image_token_id, self.config.video_token_id))
+            c = self.config
+            pads = (case.ids == c.image_token_id) | (case.ids == c.video_token_id)
             rows[pads] = np.concatenate(self.features(case))
         return rows
 

@@ -114,26 +114,27 @@ def _generation(full: bool) -> Iterator[tuple[str, np.ndarray]]:
     with tempfile.TemporaryDirectory() as folder:
         oracle = hf.Target(cases.write_target(GREEDY_TARGET, Path(folder)))
     for i, words in enumerate(cases.TEXTS):
-        yield f"greedy/{i}", _sure(*oracle.greedy(cases.text(words), GREEDY_TOKENS), words)
+        yield f"greedy/{i}", _sure(oracle.greedy(cases.text(words), GREEDY_TOKENS), words)
     for prompt, case in cases.prompts().items():
         if case.kinds:
-            yield f"greedy/{prompt}", _sure(*oracle.greedy(case, PICTURE_TOKENS), prompt)
+            yield f"greedy/{prompt}", _sure(oracle.greedy(case, PICTURE_TOKENS), prompt)
     for name in LOOPS:
         with tempfile.TemporaryDirectory() as folder:
             target, drafter = cases.write_pair(name, Path(folder))
-            oracle = dflash_torch.Drafter(drafter, hf.Target(target))
+            pair = dflash_torch.Drafter(drafter, hf.Target(target))
         for i in LOOP_TEXTS:
             ids = cases.text(cases.TEXTS[i]).ids
-            out = dflash_torch.greedy_loop(oracle, ids, LOOP_TOKENS)
-            yield f"loop/{name}/{i}/tokens", _sure(out.tokens, out.smallest_gap, (name, i))
+            out = dflash_torch.greedy_loop(pair, ids, LOOP_TOKENS)
+            yield f"loop/{name}/{i}/tokens", _sure((out.tokens, out.smallest_gap), (name, i))
             yield f"loop/{name}/{i}/lengths", np.asarray(out.acceptance_lengths, np.int32)
             stop = stop_token(out.tokens, out.acceptance_lengths)
-            out = dflash_torch.greedy_loop(oracle, ids, LOOP_TOKENS, (stop,))
+            out = dflash_torch.greedy_loop(pair, ids, LOOP_TOKENS, (stop,))
             yield f"loop/{name}/{i}/stopped_tokens", out.tokens
             yield f"loop/{name}/{i}/stopped_lengths", np.asarray(out.acceptance_lengths, np.int32)
 
 
-def _sure(tokens: np.ndarray, gap: float, where) -> np.ndarray:
+def _sure(found: tuple[np.ndarray, float], where) -> np.ndarray:
+    tokens, gap = found
     assert gap > NEAR_TIE, f"{where}: two logits are only {gap:.1e} apart: choose another prompt"
     return tokens
 

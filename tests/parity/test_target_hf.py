@@ -12,6 +12,7 @@ from tests.parity import cases
 from tests.parity.ours import CHUNK, Ours
 
 BOUND = 1e-4  # of the largest magnitude
+FEATURES_BOUND = 2e-5  # of the vision tower: a tanh gelu in its merger is off by no more than 2e-4
 PROMPTS = [(name, prompt) for name in cases.TARGETS for prompt in cases.prompts_of(name)]
 
 
@@ -42,7 +43,8 @@ def check(arrays: dict, reference: dict, at: str) -> set[str]:
         if name == "logits":
             mine = mine[rows]
         if name != "hidden":
-            compare(mine, theirs, f"{at}/{name}")
+            bound = FEATURES_BOUND if name.startswith("features") else BOUND
+            compare(mine, theirs, f"{at}/{name}", bound)
             continue
         for layer, (a, b) in enumerate(zip(mine[:, rows], theirs, strict=True)):
             compare(a, b, f"{at}: output of layer {layer}")
