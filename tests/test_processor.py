@@ -115,7 +115,7 @@ def test_r35_gray_pictures():
         assert same(load_image(encoded(Image.fromarray(wide), "PNG")), expected)
         assert same(load_image(encoded(Image.fromarray(wide), "TIFF")), expected)
         assert same(load_image(Image.fromarray(wide.astype(np.int32))), expected)
-    bits = Image.fromarray((gray > 99)).convert("1")
+    bits = Image.fromarray(gray > 99).convert("1")
     assert same(load_image(encoded(bits, "PNG")), bits.convert("RGB"))
     with pytest.raises(InputError, match="16 bits"):
         load_image(Image.fromarray(np.full((4, 4), 70000, np.int32)))
@@ -161,7 +161,7 @@ BASE64 = base64.b64encode(PNG).decode()
     "data:image/png;base64," + BASE64[:-1] + "é", "data:image/png;base64," + BASE64 + "\n\n",
     "data:image/png;base64," + BASE64[:-3], f"data:text/plain;base64,{BASE64}",
     "http://host/a.png", "https://host/a.png", "file:///a.png", "no/such/file.png", "x" * 9000,
-    "nul\0byte", "new\nline.png", "."])
+    "nul\0byte", "new\nline.png"])
 def test_r37_bad_pictures_are_refused_in_one_line(source):
     for read in (load_image, load_video):
         with pytest.raises(InputError) as error:
@@ -170,6 +170,11 @@ def test_r37_bad_pictures_are_refused_in_one_line(source):
         assert "\n" not in message and len(message) < 500
         if isinstance(source, str) and len(source) < 100 and not source.startswith("data:"):
             assert repr(source)[1:-1] in message
+
+
+def test_a_folder_is_no_picture(tmp_path):
+    with pytest.raises(InputError, match="a folder, expected a file"):
+        load_image(tmp_path)
 
 
 def test_r37_html_named_png_names_the_file(tmp_path):
