@@ -164,7 +164,7 @@ class Chat:
         if slots and self.config.vision is None:
             raise InputError(f"{source_name(slots[0].source)}: the target has no vision tower")
         planned = [self._plan(slot, min_pixels, max_pixels) for slot in slots]
-        limit = context_length or self.config.max_position_embeddings
+        limit = self.config.max_position_embeddings if context_length is None else context_length
         pads = sum(plan.pads for plan in planned)
         if pads >= limit:  # known before a tokenizer works on megabytes
             raise _too_long(f"more than {pads}", pads, limit)
@@ -305,19 +305,24 @@ def _tool_call(call: Any, at: str) -> dict:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer (a `tokenizers` one, wrapped by transformers). Raises InputError."""
+    """The tokenizer that `tokenizer.json` holds, with transformers' chat template around it.
+
+    Not AutoTokenizer: the class named by some folders (Qwen2Tokenizer) silently replaces the
+    file's split rule by its own, which tears combining marks off their letters. Raises InputError.
+    """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
+    if not (folder / "tokenizer.json").is_file():
+        raise InputError(f"{folder / 'tokenizer.json'}: no such file")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses torch aloud
-    from transformers import AutoTokenizer  # here, since it takes seconds
+    from transformers import PreTrainedTokenizerFast  # here, since it takes seconds
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        tokenizer.backend_tokenizer  # noqa: B018  absent from slow tokenizers
+        return PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, fix_mistral_regex=False)  # keeps the file's rule
     except Exception as error:  # its causes are many, and its messages long
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None
-    return tokenizer
 
 
 def _ids(value: Any, where: str) -> list[int]:

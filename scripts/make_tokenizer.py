@@ -89,7 +89,7 @@ def settings(added: dict[str, int]) -> dict[str, dict]:
             "add_prefix_space": False, "added_tokens_decoder": decoder, "bos_token": None,
             "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>",
             "model_max_length": 262144, "pad_token": "<|endoftext|>",
-            "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer",
+            "split_special_tokens": False, "tokenizer_class": "Qwen3_5Tokenizer",
             "unk_token": None},
         "generation_config.json": {
             "bos_token_id": end, "do_sample": True, "eos_token_id": [turn, end],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmflash_jax import chat as chat_module
-from mmflash_jax.chat import Chat, sampling_defaults, stop_ids
+from mmflash_jax.chat import Chat, load_tokenizer, sampling_defaults, stop_ids
 from mmflash_jax.config import PRESETS
 from mmflash_jax.detokenize import (
     Detokenizer,
@@ -303,6 +303,9 @@ def test_reasoning_switch(chat, folder, tmp_path):
 def test_folders_that_do_not_fit_are_refused(chat, folder, tmp_path):
     with pytest.raises(InputError, match="no such folder"):
         Chat(tmp_path / "none", CONFIG)
+    with pytest.raises(InputError, match="tokenizer.json: no such file"):
+        Chat(tmp_path, CONFIG)
+    (tmp_path / "tokenizer.json").write_text('{"a":\n')
     with pytest.raises(InputError, match="tokenizer cannot be loaded") as error:
         Chat(tmp_path, CONFIG)
     assert "\n" not in str(error.value)
@@ -396,7 +399,6 @@ def _any_tokenizer():
         import tempfile
         from pathlib import Path
 
-        from mmflash_jax.chat import load_tokenizer
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(Path(folder))
             _kept.append(load_tokenizer(Path(folder)))
@@ -536,10 +538,24 @@ def test_the_real_tokenizer_equals_tiktoken(real):
     theirs = get_tokenizer("qwen3.5-27b")
     assert len(real.tokenizer) == 248077
     assert real.stop_ids == (248046, 248044)
-    for text in [*texts(300), "हिन्दी में किताबें", "Let's   do\n\n 12345 ३४ e\u0301 <|im_start|>user\n<think>x</think>"]:
+    for text in [*texts(300), "हिन्दी में किताबें", "Let's   do\n\n 12345 ३४ e\u0301",
+                 "<|im_start|>user\n<think>x</think>"]:
         ids = real.encode(text)
         assert ids == theirs.encode(text)
         assert real.tokenizer.decode(ids) == theirs.decode(ids)
+
+
+def test_the_folders_split_rule_holds_whatever_class_it_names(folder, tmp_path):
+    """Transformers' Qwen2Tokenizer would cut before each combining mark."""
+    shutil.copytree(folder, tmp_path / "m")
+    path = tmp_path / "m" / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    split = json.loads((folder / "tokenizer.json").read_text())["pre_tokenizer"]
+    for name in ("Qwen2Tokenizer", "Qwen3_5Tokenizer", "TokenizersBackend"):
+        path.write_text(json.dumps({**fields, "tokenizer_class": name}))
+        found = load_tokenizer(tmp_path / "m")
+        assert json.loads(found.backend_tokenizer.to_str())["pre_tokenizer"] == split
+        assert found.eos_token == "<|im_end|>"
 
 
 def test_r22_with_the_real_tokenizer(real):

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -376,17 +377,21 @@ def test_a_still_picture_is_a_video_of_one_frame():
     assert levels(processor.picture_of_video(plan, VIDEO)).tolist() == [60, 60]
 
 
-def test_video_file(tmp_path):
+def write_mp4(path, frames) -> bytes:
     av = pytest.importorskip("av")
-    path = tmp_path / "clip.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 64, 64, "yuv420p", 4000000
-        for i in range(24):
-            level = np.full((64, 64, 3), 10 * i, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(level)))
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt, stream.bit_rate = "yuv420p", 4000000
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
         container.mux(stream.encode())
-    body = path.read_bytes()
+    return path.read_bytes()
+
+
+def test_video_file(tmp_path):
+    path = tmp_path / "clip.mp4"
+    body = write_mp4(path, [np.full((64, 64, 3), 10 * i, np.uint8) for i in range(24)])
     for source in (path, body, data_url(body, "video/mp4")):
         video = load_video(source)
         assert (video.frames, video.fps, video.size) == (24, 8.0, (64, 64))
@@ -398,6 +403,19 @@ def test_video_file(tmp_path):
     path.write_bytes(body[:300])
     with pytest.raises(InputError, match=r"clip\.mp4: "):
         load_video(path)
+
+
+def test_r35_video_of_a_turned_phone_is_upright(tmp_path):
+    frame = np.zeros((64, 96, 3), np.uint8)
+    frame[:, 48:] = 255
+    body = bytearray(write_mp4(tmp_path / "clip.mp4", [frame] * 4))
+    matrix = body.index(b"tkhd") + 44  # ISO 14496-12: version 0 of the track header
+    turned = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 64 << 16, 0, 1 << 30)
+    body[matrix:matrix + 36] = turned  # shown a quarter turn clockwise
+    video = load_video(bytes(body))
+    assert video.size == (64, 96)
+    shown = np.asarray(next(video.read([0])).convert("L"))
+    assert shown[:40].max() < 30 and shown[56:].min() > 225
 
 
 def test_video_file_without_decoder_names_the_extra(tmp_path, monkeypatch):
