@@ -24,6 +24,7 @@ ABOVE_PURE = (
     "mmflash_jax.train",
     "mmflash_jax.bench",
     "mmflash_jax.generate",
+    "mmflash_jax.command_line",
     "mmflash_jax.round",
 )
 ORACLES = ("torch", "dflash", "speculators", "vllm", "sglang")
@@ -98,6 +99,7 @@ def test_the_package_does_not_import_ports_except_where_folders_become_parameter
         assert name.startswith(
             (
                 "mmflash_jax/generate.py",
+                "mmflash_jax/command_line.py",
                 "mmflash_jax/engine/",
                 "mmflash_jax/train/",
                 "mmflash_jax/bench/",
