@@ -1,0 +1,353 @@
+"""What a round must never change: the text. Drafters that are right, wrong and right for exactly
+a tokens, against plain decoding of each request alone (R2, R3, R15, R24, R29, R32, R46), the state
+a round leaves against a fresh prefill (R1, R3, R4, R45), and both against each other bit for bit
+(R49).
+
+Everything runs on one target of three layers in float32 with pages of 16, eight to a slot, and
+through few programs: four rounds a call, one or three slots.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmflash_jax.config import PRESETS
+from mmflash_jax.models.target import Target
+from mmflash_jax.round import WIDTHS, Models, admit, prefill_chunk, rounds
+from mmflash_jax.sampling import seed_words
+from mmflash_jax.state import LENGTH, RUNNING, STOP, State, init_state, tape_bytes
+from tests.mock_drafter import ALL, MockDrafter, mock_config, mock_params
+from tests.parity.ours import Ours
+from tests.tiny import write_target
+
+PAGE, PAGES = 16, 8
+LIMIT = PAGE * PAGES  # positions of a slot
+CHUNK = 64
+ROUNDS = 4  # in one program
+TAPS = (0, 2)
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "presence": 0.0, "frequency": 0.0}
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "presence": 0.4, "frequency": 0.2}
+
+
+@dataclasses.dataclass
+class Request:
+    prompt: np.ndarray
+    most: int
+    seed: int = 0
+    stop: int = -1
+    options: dict = dataclasses.field(default_factory=lambda: GREEDY)
+
+
+@dataclasses.dataclass
+class Answer:
+    ids: list[int]
+    finish: int
+    accepted: list[int]
+
+
+class Lab:
+    """A target, the mock drafter, and a server of requests over a few slots."""
+
+    def __init__(self, folder):
+        self.ours = Ours(folder)
+        self.config, self.target = self.ours.config, self.ours.params["target"]
+        self.drafter = mock_config(self.config, TAPS)
+        self.models = Models(Target(self.config, TAPS, jnp.float32), MockDrafter(self.drafter))
+
+    def empty(self, slots: int) -> tuple[State, dict]:
+        state = init_state(self.config, self.drafter, slots=slots, pages_per_slot=PAGES, page=PAGE,
+                           dtype=jnp.float32, stop_ids=2)
+        return state, {"target": self.target, "drafter": mock_params(slots, LIMIT)}
+
+    def admit(self, params: dict, state: State, slot: int, request: Request, *, bucket: int = CHUNK,
+              positions: np.ndarray | None = None, delta: int = 0, sampled: bool = True
+              ) -> tuple[State, int]:
+        """The request's prompt into a slot, in chunks of `bucket` -> state, first token."""
+        table = np.arange(PAGES, dtype=np.int32) + slot * PAGES
+        state = admit(state, np.int32(slot), table, {
+            "rope_delta": np.int32(delta), "remaining": np.int32(request.most),
+            "stop_ids": np.array([-1, request.stop], np.int32), "min_p": np.float32(0),
+            "seed": np.array(seed_words(request.seed), np.uint32),
+            **{name: np.asarray(value, np.int32 if name == "top_k" else np.float32)
+               for name, value in request.options.items()}})
+        length = len(request.prompt)
+        if positions is None:
+            positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
+        token = jnp.int32(-1)
+        for start in range(0, length, bucket):
+            assert int(token) == -1, "a token before the last chunk"
+            ids, places = request.prompt[start:start + bucket], positions[:, start:start + bucket]
+            valid = len(ids)
+            # What stands in the padding must not matter (R1).
+            ids = np.pad(ids, (0, bucket - valid), constant_values=7).astype(np.int32)
+            places = np.pad(places, ((0, 0), (0, bucket - valid)), constant_values=3)
+            state, token = prefill_chunk(
+                self.models, params, state, np.int32(slot), ids, places.astype(np.int32),
+                np.int32(valid), None, np.bool_(start + valid == length), sampled=sampled)
+        return state, int(token)
+
+    def step(self, params: dict, state: State, width: int, sampled: bool = True):
+        """Up to ROUNDS rounds -> state, new ids of each slot, acceptance lengths of each slot."""
+        state, emitted, used = rounds(self.models, params, state, ROUNDS, width=width, pages=PAGES,
+                                      sampled=sampled)
+        ids, count, accepted = (np.asarray(x) for x in (
+            emitted.ids, emitted.count, emitted.accepted))
+        assert not count[int(used):].any()
+        slots = range(ids.shape[1])
+        new = [[int(t) for i in range(ROUNDS) for t in ids[i, r, :count[i, r]]] for r in slots]
+        return state, new, [[int(a) for a in accepted[:, r] if a] for r in slots]
+
+    def serve(self, requests: list[Request], *, slots: int, width: int, truth=None, right=None,
+              sampled: bool = True) -> list[Answer]:
+        """Answer all requests, one admitted every few rounds as slots become free. `truth`: the
+        answer of each, for the drafter; `right`: how often it is right, a number or an array
+        [LIMIT] for each request."""
+        state, params = self.empty(slots)
+        answers: list[Answer] = [Answer([], RUNNING, []) for _ in requests]
+        holds: list[int | None] = [None] * slots
+        waiting = list(range(len(requests)))
+        while waiting or any(h is not None for h in holds):
+            if waiting and None in holds:
+                slot, which = holds.index(None), waiting.pop(0)
+                holds[slot] = which
+                if truth is not None:
+                    text = np.concatenate([requests[which].prompt, truth[which]])
+                    params["drafter"] = {k: v.copy() for k, v in params["drafter"].items()}
+                    params["drafter"]["truth"][slot] = np.pad(text, (0, LIMIT - len(text)))
+                    params["drafter"]["right"][slot] = right[which]
+                state, first = self.admit(params, state, slot, requests[which], sampled=sampled)
+                answers[which].ids.append(first)
+            state, new, accepted = self.step(params, state, width, sampled)
+            finish = np.asarray(state.slots.finish)
+            active = np.asarray(state.slots.active)
+            for slot, which in enumerate(holds):
+                if which is None:
+                    assert not new[slot], "a free slot emitted tokens"
+                    continue
+                answers[which].ids += new[slot]
+                answers[which].accepted += accepted[slot]
+                if not active[slot]:
+                    answers[which].finish, holds[slot] = int(finish[slot]), None
+        return answers
+
+    def alone(self, requests: list[Request]) -> list[Answer]:
+        """Plain decoding, one request at a time in the only slot."""
+        return self.serve(requests, slots=1, width=1)
+
+    def prompt(self, length: int, seed: int = 0) -> np.ndarray:
+        return np.random.RandomState(100 * length + seed).randint(0, 256, length).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    write_target(folder, layers=3, interval=2, vision=False, mtp=False, shards=1)
+    return Lab(folder)
+
+
+def _requests(lab: Lab, options: dict) -> list[Request]:
+    """Unequal prompts; the second ends early, and the fourth takes its slot."""
+    sizes = ((5, 40), (40, 9), (23, 48), (17, 30))
+    return [Request(lab.prompt(n), most, 2**40 + i, options=options)
+            for i, (n, most) in enumerate(sizes)]
+
+
+@pytest.fixture(scope="module")
+def plain(lab):
+    return {name: lab.alone(_requests(lab, options))
+            for name, options in (("greedy", GREEDY), ("sampled", SAMPLED))}
+
+
+def _check(got: list[Answer], want: list[Answer]) -> None:
+    assert [a.ids for a in got] == [a.ids for a in want]
+    assert [a.finish for a in got] == [a.finish for a in want]
+
+
+MIXES = ([ALL] * 4, [0] * 4, [1, 2, 3, 7], [14, 5, 0, 9])
+
+
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_text_is_that_of_plain_decoding(lab, plain, width, how):
+    """R15, R24, R32: three slots, staggered, against each request alone at width 1."""
+    requests = _requests(lab, GREEDY if how == "greedy" else SAMPLED)
+    want = plain[how]
+    texts = [np.array(a.ids) for a in want]
+    for right in MIXES if width > 1 else MIXES[:1]:
+        got = lab.serve(requests, slots=3, width=width, truth=texts, right=right)
+        _check(got, want)
+        for answer, a in zip(got, right, strict=True):
+            whole = answer.accepted[:-1]  # the last round may look past the end of the truth
+            assert set(whole) <= {min(a, width - 1) + 1}
+
+
+def test_text_of_one_slot_and_of_rounds_without_sampling(lab, plain):
+    """R15 with the programs that a single greedy request uses; unequal acceptance by position."""
+    requests = _requests(lab, GREEDY)
+    texts = [np.array(a.ids) for a in plain["greedy"]]
+    right = list(np.random.RandomState(5).randint(0, 16, (4, LIMIT)))
+    for slots in (1, 3):
+        got = lab.serve(requests, slots=slots, width=16, truth=texts, right=right, sampled=False)
+        _check(got, plain["greedy"])
+    got = lab.serve(_requests(lab, SAMPLED), slots=1, width=16, right=right,
+                    truth=[np.array(a.ids) for a in plain["sampled"]])
+    _check(got, plain["sampled"])
+
+
+def test_seed_alone_decides_sampled_text(lab, plain):
+    """R32: another seed gives another text; the same one again gives the same."""
+    requests = _requests(lab, SAMPLED)[:2]
+    _check(lab.alone(requests), plain["sampled"][:2])
+    other = lab.alone([dataclasses.replace(r, seed=r.seed + 1) for r in requests])
+    assert all(a.ids != b.ids for a, b in zip(other, plain["sampled"], strict=False))
+
+
+def test_stop_id_inside_a_block(lab):
+    """R2: every offset, oracle drafts; the queue gives each slot to the next request."""
+    one = Request(lab.prompt(17), 64)
+    base = lab.alone([one])[0].ids
+    requests = [dataclasses.replace(one, stop=base[j]) for j in range(1, 32)]
+    truth, right = [np.array(base)] * 31, [ALL] * 31
+    assert len(set(base[:32])) > 8, "the text should vary"
+    for request, got in zip(requests, lab.serve(requests, slots=3, width=16, truth=truth,
+                                                right=right), strict=True):
+        assert got.ids == base[:base.index(request.stop) + 1]
+        assert got.finish == STOP
+
+
+def test_token_limit_inside_a_block(lab):
+    """R29: exactly as many as asked for."""
+    sizes = (1, 2, 15, 16, 17, 31, 33)
+    one = Request(lab.prompt(17), 64)
+    base = lab.alone([one])[0].ids
+    for right in (ALL, 3):
+        answers = lab.serve([dataclasses.replace(one, most=n) for n in sizes], slots=3, width=16,
+                            truth=[np.array(base)] * len(sizes), right=[right] * len(sizes))
+        for size, got in zip(sizes, answers, strict=True):
+            assert (got.ids, got.finish) == (base[:size], LENGTH)
+
+
+def test_block_across_the_context_limit(lab):
+    """R46: blocks that reach past the last page; neighbours and the next requests unaffected."""
+    sizes = (LIMIT - 1, 20, LIMIT - 2, LIMIT - 15, 33, LIMIT - 16, LIMIT - 17, 24)
+    requests = [Request(lab.prompt(n), min(50, LIMIT - n)) for n in sizes]
+    want = lab.alone(requests)
+    texts = [np.array(a.ids) for a in want]
+    for right in (ALL, 0, 4):
+        _check(lab.serve(requests, slots=3, width=16, truth=texts, right=[right] * 8), want)
+    for request, answer in zip(requests, want, strict=True):
+        assert len(answer.ids) == request.most and answer.finish == LENGTH
+
+
+def _pages(state: State, slot: int, length: int) -> list[np.ndarray]:
+    """Keys and values of the committed positions, [length, K, D] each, drafter context last."""
+    rows = []
+    for cache in (*state.attention, *state.context):
+        for pool in (cache.keys, cache.values):
+            mine = np.asarray(pool)[np.asarray(state.pages)[slot]]  # [n, K, S, D]
+            rows.append(mine.transpose(0, 2, 1, 3).reshape(LIMIT, *mine.shape[1::2])[:length])
+    return rows
+
+
+def _same_state(lab: Lab, got: State, slot: int, want: State, length: int) -> None:
+    """Slot of `got` equals slot 0 of `want` in all that is committed, to 1e-4."""
+    for state, r in ((got, slot), (want, 0)):
+        assert int(state.slots.length[r]) == length
+        np.testing.assert_array_equal(_pages(state, r, length)[-1][:, 0, 0], np.arange(length))
+    mine, fresh = lab.ours.recurrent(got, slot), lab.ours.recurrent(want, 0)
+    for name in fresh:
+        np.testing.assert_allclose(mine[name], fresh[name], atol=1e-4, rtol=1e-4, err_msg=name)
+    for a, b in zip(_pages(got, slot, length), _pages(want, 0, length), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [40, 41])
+def test_state_after_a_partial_accept(lab, length):
+    """R3, R4: exactly a accepted drafts, a = 0..15; then state, context and further text."""
+    base = lab.alone([Request(lab.prompt(17), 90)])[0].ids
+    text = np.concatenate([lab.prompt(17), base]).astype(np.int32)
+    for group in np.array_split(np.arange(16), 6):
+        state, params = lab.empty(3)
+        for slot, a in enumerate(group):
+            params["drafter"]["truth"][slot, :len(text)] = text
+            params["drafter"]["right"][slot] = a
+            state, first = lab.admit(params, state, slot, Request(text[:length], a + 2))
+            assert first == text[length]
+        state, new, accepted = lab.step(params, state, 16)
+        for slot, a in enumerate(group):
+            end = length + a + 1
+            assert accepted[slot] == [a + 1] and new[slot] == list(text[length + 1:end + 1])
+            fresh, _ = lab.admit(params, lab.empty(3)[0], 0, Request(text[:end], 1))
+            _same_state(lab, state, slot, fresh, end)
+        used = jnp.arange(3) < len(group)
+        state = state.replace(slots=state.slots.replace(
+            active=used, remaining=jnp.where(used, 30, 0)))
+        for _ in range(8):
+            state, new_, _ = lab.step(params, state, 16)
+            new = [x + y for x, y in zip(new, new_, strict=True)]
+        for slot, a in enumerate(group):
+            assert new[slot] == list(text[length + 1:length + a + 32])
+
+
+def test_rounds_are_bit_equal_however_commits_are_grouped(lab):
+    """R49 in float32: states, keys and the next logits, whatever was committed together."""
+    base = lab.alone([Request(lab.prompt(21), 70)])[0].ids
+    text = np.concatenate([lab.prompt(21), base]).astype(np.int32)
+
+    @jax.jit
+    def look(state):
+        apply = lab.models.target.apply
+        variables = {"params": lab.target}
+        hidden, _, state = apply(variables, state.slots.anchor[:, None], state, PAGES,
+                                 method="verify")
+        return apply(variables, hidden, method="logits"), state.gdn
+
+    def reach(count, width, right):
+        state, params = lab.empty(1)
+        params["drafter"]["truth"][0, :len(text)] = text
+        params["drafter"]["right"][0] = right
+        state, _ = lab.admit(params, state, 0, Request(text[:21], count))
+        while bool(state.slots.active[0]):
+            state, _, _ = lab.step(params, state, width)
+        length = int(state.slots.length[0])
+        active = jnp.ones((1,), bool)  # a slot that is not writes no keys, so it cannot look
+        logits, gdn = look(state.replace(slots=state.slots.replace(active=active)))
+        tape = length % 16
+        return [np.asarray(logits), *_pages(state, 0, length)] + [
+            np.asarray(x) for c in gdn for x in (
+                c.state, c.conv[:, :3 + tape], c.beta[:, :tape], c.decay[:, :tape])]
+
+    for count in (13, 28, 44):
+        want = reach(count, 1, 0)
+        patterns = [ALL, 0, 6, *np.random.RandomState(count).randint(0, 16, (3, LIMIT))]
+        for right in patterns:
+            for a, b in zip(reach(count, 16, right), want, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 63, 64, 65, 100, 127, 128])
+def test_padding_and_chunks_do_not_change_the_state(lab, length):
+    """R1, R4, R45: padded to 64 and to 128, whole and in chunks of 64, beside an old slot."""
+    request = Request(lab.prompt(length), 1)
+    state, params = lab.empty(3)
+    want, first = lab.admit(params, state, 0, request, bucket=128)
+    state, _ = lab.admit(params, lab.empty(3)[0], 1, Request(lab.prompt(50, 1), 20))
+    state, again = lab.admit(params, state, 1, request)
+    assert first == again
+    _same_state(lab, state, 1, want, length)
+
+
+def test_state_is_donated_and_tapes_are_small(lab):
+    """A round keeps no second copy of the state; a request's tape is a few megabytes."""
+    state, params = lab.empty(3)
+    before = state
+    state, _ = lab.admit(params, state, 0, Request(lab.prompt(17), 9))
+    assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    before = state
+    state, _, _ = lab.step(params, state, 16)
+    assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    assert tape_bytes(PRESETS["qwen3.5-9b"]) <= 14e6
+    assert tape_bytes(PRESETS["qwen3.8-27b"]) <= 38e6
