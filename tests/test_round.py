@@ -3,8 +3,8 @@ a tokens, against plain decoding of each request alone (R2, R3, R15, R24, R29, R
 a round leaves against a fresh prefill (R1, R3, R4, R45), and both against each other bit for bit
 (R49).
 
-Everything runs on one target of three layers in float32 with pages of 16, eight to a slot, and
-through few programs: four rounds a call, one or three slots.
+Everything runs on one target of three layers (GDN, attention, GDN) and through few programs: three
+slots at each width, one slot at widths 1 and 16.
 """
 
 import dataclasses
@@ -15,130 +15,11 @@ import numpy as np
 import pytest
 
 from mmflash_jax.config import PRESETS
-from mmflash_jax.models.target import Target
-from mmflash_jax.round import WIDTHS, Models, admit, prefill_chunk, rounds
-from mmflash_jax.sampling import seed_words
-from mmflash_jax.state import LENGTH, RUNNING, STOP, State, init_state, tape_bytes
-from tests.mock_drafter import ALL, MockDrafter, mock_config, mock_params
-from tests.parity.ours import Ours
+from mmflash_jax.round import WIDTHS
+from mmflash_jax.state import LENGTH, STOP, State, tape_bytes
+from tests.mock_drafter import ALL
+from tests.round_lab import GREEDY, LIMIT, PAGES, SAMPLED, Answer, Lab, Request
 from tests.tiny import write_target
-
-PAGE, PAGES = 16, 8
-LIMIT = PAGE * PAGES  # positions of a slot
-CHUNK = 64
-ROUNDS = 4  # in one program
-TAPS = (0, 2)
-GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "presence": 0.0, "frequency": 0.0}
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "presence": 0.4, "frequency": 0.2}
-
-
-@dataclasses.dataclass
-class Request:
-    prompt: np.ndarray
-    most: int
-    seed: int = 0
-    stop: int = -1
-    options: dict = dataclasses.field(default_factory=lambda: GREEDY)
-
-
-@dataclasses.dataclass
-class Answer:
-    ids: list[int]
-    finish: int
-    accepted: list[int]
-
-
-class Lab:
-    """A target, the mock drafter, and a server of requests over a few slots."""
-
-    def __init__(self, folder):
-        self.ours = Ours(folder)
-        self.config, self.target = self.ours.config, self.ours.params["target"]
-        self.drafter = mock_config(self.config, TAPS)
-        self.models = Models(Target(self.config, TAPS, jnp.float32), MockDrafter(self.drafter))
-
-    def empty(self, slots: int) -> tuple[State, dict]:
-        state = init_state(self.config, self.drafter, slots=slots, pages_per_slot=PAGES, page=PAGE,
-                           dtype=jnp.float32, stop_ids=2)
-        return state, {"target": self.target, "drafter": mock_params(slots, LIMIT)}
-
-    def admit(self, params: dict, state: State, slot: int, request: Request, *, bucket: int = CHUNK,
-              positions: np.ndarray | None = None, delta: int = 0, sampled: bool = True
-              ) -> tuple[State, int]:
-        """The request's prompt into a slot, in chunks of `bucket` -> state, first token."""
-        table = np.arange(PAGES, dtype=np.int32) + slot * PAGES
-        state = admit(state, np.int32(slot), table, {
-            "rope_delta": np.int32(delta), "remaining": np.int32(request.most),
-            "stop_ids": np.array([-1, request.stop], np.int32), "min_p": np.float32(0),
-            "seed": np.array(seed_words(request.seed), np.uint32),
-            **{name: np.asarray(value, np.int32 if name == "top_k" else np.float32)
-               for name, value in request.options.items()}})
-        length = len(request.prompt)
-        if positions is None:
-            positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
-        token = jnp.int32(-1)
-        for start in range(0, length, bucket):
-            assert int(token) == -1, "a token before the last chunk"
-            ids, places = request.prompt[start:start + bucket], positions[:, start:start + bucket]
-            valid = len(ids)
-            # What stands in the padding must not matter (R1).
-            ids = np.pad(ids, (0, bucket - valid), constant_values=7).astype(np.int32)
-            places = np.pad(places, ((0, 0), (0, bucket - valid)), constant_values=3)
-            state, token = prefill_chunk(
-                self.models, params, state, np.int32(slot), ids, places.astype(np.int32),
-                np.int32(valid), None, np.bool_(start + valid == length), sampled=sampled)
-        return state, int(token)
-
-    def step(self, params: dict, state: State, width: int, sampled: bool = True):
-        """Up to ROUNDS rounds -> state, new ids of each slot, acceptance lengths of each slot."""
-        state, emitted, used = rounds(self.models, params, state, ROUNDS, width=width, pages=PAGES,
-                                      sampled=sampled)
-        ids, count, accepted = (np.asarray(x) for x in (
-            emitted.ids, emitted.count, emitted.accepted))
-        assert not count[int(used):].any()
-        slots = range(ids.shape[1])
-        new = [[int(t) for i in range(ROUNDS) for t in ids[i, r, :count[i, r]]] for r in slots]
-        return state, new, [[int(a) for a in accepted[:, r] if a] for r in slots]
-
-    def serve(self, requests: list[Request], *, slots: int, width: int, truth=None, right=None,
-              sampled: bool = True) -> list[Answer]:
-        """Answer all requests, one admitted every few rounds as slots become free. `truth`: the
-        answer of each, for the drafter; `right`: how often it is right, a number or an array
-        [LIMIT] for each request."""
-        state, params = self.empty(slots)
-        answers: list[Answer] = [Answer([], RUNNING, []) for _ in requests]
-        holds: list[int | None] = [None] * slots
-        waiting = list(range(len(requests)))
-        while waiting or any(h is not None for h in holds):
-            if waiting and None in holds:
-                slot, which = holds.index(None), waiting.pop(0)
-                holds[slot] = which
-                if truth is not None:
-                    text = np.concatenate([requests[which].prompt, truth[which]])
-                    params["drafter"] = {k: v.copy() for k, v in params["drafter"].items()}
-                    params["drafter"]["truth"][slot] = np.pad(text, (0, LIMIT - len(text)))
-                    params["drafter"]["right"][slot] = right[which]
-                state, first = self.admit(params, state, slot, requests[which], sampled=sampled)
-                answers[which].ids.append(first)
-            state, new, accepted = self.step(params, state, width, sampled)
-            finish = np.asarray(state.slots.finish)
-            active = np.asarray(state.slots.active)
-            for slot, which in enumerate(holds):
-                if which is None:
-                    assert not new[slot], "a free slot emitted tokens"
-                    continue
-                answers[which].ids += new[slot]
-                answers[which].accepted += accepted[slot]
-                if not active[slot]:
-                    answers[which].finish, holds[slot] = int(finish[slot]), None
-        return answers
-
-    def alone(self, requests: list[Request]) -> list[Answer]:
-        """Plain decoding, one request at a time in the only slot."""
-        return self.serve(requests, slots=1, width=1)
-
-    def prompt(self, length: int, seed: int = 0) -> np.ndarray:
-        return np.random.RandomState(100 * length + seed).randint(0, 256, length).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -351,3 +232,32 @@ def test_state_is_donated_and_tapes_are_small(lab):
     assert all(x.is_deleted() for x in jax.tree.leaves(before))
     assert tape_bytes(PRESETS["qwen3.5-9b"]) <= 14e6
     assert tape_bytes(PRESETS["qwen3.8-27b"]) <= 38e6
+
+
+def test_rope_delta_moves_rotary_positions_only(lab):
+    """R6, R21: after a picture the text goes on at other rotary positions; the drafter's context
+    stays at token indices."""
+    prompt, delta = lab.prompt(33), -11
+    index = np.arange(128, dtype=np.int32)
+    places = np.broadcast_to(np.where(index < 20, index // 2, index + delta), (3, 128)).copy()
+    places[1, :20] += index[:20] % 3
+    texts = []
+    for width, right in ((1, 0), (16, 6)):
+        state, params = lab.empty(3)
+        if texts:
+            params["drafter"]["truth"][1, :len(texts[0])] = texts[0]
+        params["drafter"]["right"][1] = right
+        state, first = lab.admit(params, state, 1, Request(prompt, 40), positions=places[:, :33],
+                                 delta=delta)
+        new = [first]
+        while bool(state.slots.active[1]):
+            state, some, _ = lab.step(params, state, width)
+            new += some[1]
+        texts.append(np.concatenate([prompt, new]).astype(np.int32))
+        fresh, _ = lab.admit(params, lab.empty(3)[0], 0, Request(texts[-1][:-1], 1),
+                             positions=places[:, :72], delta=delta)
+        _same_state(lab, state, 1, fresh, 72)
+    np.testing.assert_array_equal(texts[0], texts[1])
+    flat, _ = lab.admit(params, lab.empty(3)[0], 0, Request(texts[0][:-1], 1))
+    assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(
+        _pages(flat, 0, 72), _pages(fresh, 0, 72), strict=True)), "positions should matter"

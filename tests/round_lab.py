@@ -1,0 +1,139 @@
+"""Requests served by the programs of `round.py` over a few slots, with the mock drafter.
+
+In: a tiny target's folder, requests as token ids. Out: the ids of each answer, why it ended and
+the acceptance length of its rounds. Float32, pages of 16, eight to a slot, four rounds a call.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from mmflash_jax.models.target import Target
+from mmflash_jax.round import Models, admit, prefill_chunk, rounds
+from mmflash_jax.sampling import seed_words
+from mmflash_jax.state import RUNNING, State, init_state
+from tests.mock_drafter import MockDrafter, mock_config, mock_params
+from tests.parity.ours import Ours
+
+PAGE, PAGES = 16, 8
+LIMIT = PAGE * PAGES  # positions of a slot
+CHUNK = 64
+ROUNDS = 4  # in one program
+TAPS = (0, 2)
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "presence": 0.0, "frequency": 0.0}
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "presence": 0.4, "frequency": 0.2}
+
+
+@dataclasses.dataclass
+class Request:
+    prompt: np.ndarray
+    most: int
+    seed: int = 0
+    stop: int = -1
+    options: dict = dataclasses.field(default_factory=lambda: GREEDY)
+
+
+@dataclasses.dataclass
+class Answer:
+    ids: list[int]
+    finish: int
+    accepted: list[int]
+
+
+class Lab:
+    """A target, the mock drafter, and a server of requests over a few slots."""
+
+    def __init__(self, folder: Path, vocab: int | None = None):
+        """`vocab`: only the first so many tokens exist."""
+        self.ours = Ours(folder)
+        self.config, self.target = self.ours.config, dict(self.ours.params["target"])
+        if vocab is not None:
+            self.config = dataclasses.replace(self.config, vocab_size=vocab)
+            self.target |= {name: self.target[name][:vocab] for name in ("embed", "head")}
+        self.drafter = mock_config(self.config, TAPS)
+        self.models = Models(Target(self.config, TAPS, jnp.float32), MockDrafter(self.drafter))
+
+    def empty(self, slots: int) -> tuple[State, dict]:
+        state = init_state(self.config, self.drafter, slots=slots, pages_per_slot=PAGES, page=PAGE,
+                           dtype=jnp.float32, stop_ids=2)
+        return state, {"target": self.target, "drafter": mock_params(slots, LIMIT)}
+
+    def admit(self, params: dict, state: State, slot: int, request: Request, *, bucket: int = CHUNK,
+              positions: np.ndarray | None = None, delta: int = 0, sampled: bool = True
+              ) -> tuple[State, int]:
+        """The request's prompt into a slot, in chunks of `bucket` -> state, first token."""
+        table = np.arange(PAGES, dtype=np.int32) + slot * PAGES
+        state = admit(state, np.int32(slot), table, {
+            "rope_delta": np.int32(delta), "remaining": np.int32(request.most),
+            "stop_ids": np.array([-1, request.stop], np.int32), "min_p": np.float32(0),
+            "seed": np.array(seed_words(request.seed), np.uint32),
+            **{name: np.asarray(value, np.int32 if name == "top_k" else np.float32)
+               for name, value in request.options.items()}})
+        length = len(request.prompt)
+        if positions is None:
+            positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
+        token = jnp.int32(-1)
+        for start in range(0, length, bucket):
+            assert int(token) == -1, "a token before the last chunk"
+            ids, places = request.prompt[start:start + bucket], positions[:, start:start + bucket]
+            valid = len(ids)
+            # What stands in the padding must not matter (R1).
+            ids = np.pad(ids, (0, bucket - valid), constant_values=7).astype(np.int32)
+            places = np.pad(places, ((0, 0), (0, bucket - valid)), constant_values=3)
+            state, token = prefill_chunk(
+                self.models, params, state, np.int32(slot), ids, places.astype(np.int32),
+                np.int32(valid), None, np.bool_(start + valid == length), sampled=sampled)
+        return state, int(token)
+
+    def step(self, params: dict, state: State, width: int, sampled: bool = True):
+        """Up to ROUNDS rounds -> state, new ids of each slot, acceptance lengths of each slot."""
+        state, emitted, used = rounds(self.models, params, state, ROUNDS, width=width, pages=PAGES,
+                                      sampled=sampled)
+        ids, count, accepted = (np.asarray(x) for x in (
+            emitted.ids, emitted.count, emitted.accepted))
+        assert not count[int(used):].any()
+        slots = range(ids.shape[1])
+        new = [[int(t) for i in range(ROUNDS) for t in ids[i, r, :count[i, r]]] for r in slots]
+        return state, new, [[int(a) for a in accepted[:, r] if a] for r in slots]
+
+    def serve(self, requests: list[Request], *, slots: int, width: int, truth=None, right=None,
+              sampled: bool = True) -> list[Answer]:
+        """Answer all requests, one admitted every few rounds as slots become free. `truth`: the
+        answer of each, for the drafter; `right`: how often it is right, a number or an array
+        [LIMIT] for each request."""
+        state, params = self.empty(slots)
+        answers: list[Answer] = [Answer([], RUNNING, []) for _ in requests]
+        holds: list[int | None] = [None] * slots
+        waiting = list(range(len(requests)))
+        while waiting or any(h is not None for h in holds):
+            if waiting and None in holds:
+                slot, which = holds.index(None), waiting.pop(0)
+                holds[slot] = which
+                if truth is not None:
+                    text = np.concatenate([requests[which].prompt, truth[which]])
+                    params["drafter"] = {k: v.copy() for k, v in params["drafter"].items()}
+                    params["drafter"]["truth"][slot] = np.pad(text, (0, LIMIT - len(text)))
+                    params["drafter"]["right"][slot] = right[which]
+                state, first = self.admit(params, state, slot, requests[which], sampled=sampled)
+                answers[which].ids.append(first)
+            state, new, accepted = self.step(params, state, width, sampled)
+            finish = np.asarray(state.slots.finish)
+            active = np.asarray(state.slots.active)
+            for slot, held in enumerate(holds):
+                if held is None:
+                    assert not new[slot], "a free slot emitted tokens"
+                    continue
+                answers[held].ids += new[slot]
+                answers[held].accepted += accepted[slot]
+                if not active[slot]:
+                    answers[held].finish, holds[slot] = int(finish[slot]), None
+        return answers
+
+    def alone(self, requests: list[Request]) -> list[Answer]:
+        """Plain decoding, one request at a time in the only slot."""
+        return self.serve(requests, slots=1, width=1)
+
+    def prompt(self, length: int, seed: int = 0) -> np.ndarray:
+        return np.random.RandomState(100 * length + seed).randint(0, 256, length).astype(np.int32)
