@@ -132,8 +132,8 @@ class Lab:
         return answers
 
     def alone(self, requests: list[Request]) -> list[Answer]:
-        """Plain decoding, one request at a time in the only slot."""
-        return self.serve(requests, slots=1, width=1)
+        """Plain decoding, each request in a state of its own with one slot."""
+        return [self.serve([request], slots=1, width=1)[0] for request in requests]
 
     def prompt(self, length: int, seed: int = 0) -> np.ndarray:
         return np.random.RandomState(100 * length + seed).randint(0, 256, length).astype(np.int32)
