@@ -186,7 +186,7 @@ def _request(args: argparse.Namespace) -> tuple[list[dict], dict[str, Any], Opti
 
 def _with_defaults(options: Options, args: argparse.Namespace, pair: Pair) -> Options:
     """Options with the checkpoint's sampling where no flag was given."""
-    found = {name: value for name, value in sampling_defaults(pair.folder).items()
+    found: dict[str, Any] = {name: value for name, value in sampling_defaults(pair.folder).items()
              if getattr(args, name) is None}
     options = dataclasses.replace(options, **found)
     options.check()

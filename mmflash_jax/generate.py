@@ -12,6 +12,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,8 @@ class _Run:
         # A power of two, so that requests of like length share their programs.
         self.pages = 1 << (-(-(len(prompt.ids) + most) // PAGE) - 1).bit_length()
         self.chunks = _chunks(len(prompt.ids))
-        vision = models.target.config.vision
-        self.batches = list(vision_batches(prompt.pictures, vision)) if prompt.pictures else []
+        self.vision = models.target.config.vision
+        self.batches = list(vision_batches(prompt.pictures, self.vision)) if self.vision else []
         self._compile(report)
 
     def prefill(self) -> tuple[State, int]:
@@ -292,7 +293,7 @@ class _Run:
 
     def _features(self) -> jax.Array | None:
         """[prompt tokens, H]: the pictures' feature rows where their pads stand."""
-        if not self.batches:
+        if self.vision is None or not self.batches:
             return None
         models, programs = self.pair.models, self.pair.programs
         config = models.target.config
@@ -300,7 +301,7 @@ class _Run:
         def apply(*inputs):
             return programs["vision", inputs[0].shape](self.pair.params["target"], *inputs)
 
-        rows = jnp.concatenate(encode(apply, self.prompt.pictures, config.vision))
+        rows = jnp.concatenate(encode(apply, self.prompt.pictures, self.vision))
         ids = self.prompt.ids
         pads = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
         return jnp.zeros((len(ids), config.hidden_size), rows.dtype).at[pads].set(rows)
@@ -330,22 +331,21 @@ class _Run:
         state = jax.eval_shape(self._empty)
         config = models.target.config
         jobs: dict[tuple, Callable[[], Any]] = {}
+        see = jax.jit(lambda p, *x: models.target.apply({"params": p}, *x, method="encode"))
         for batch in self.batches:
-            see = jax.jit(lambda p, *x: models.target.apply({"params": p}, *x, method="encode"))
-            jobs["vision", batch.inputs[0].shape] = (
-                lambda see=see, x=batch.inputs: see.lower(pair.params["target"], *x))
+            jobs["vision", batch.inputs[0].shape] = partial(
+                see.lower, pair.params["target"], *batch.inputs)
         for padded in {padded for _, _, padded in self.chunks}:
             features = None
             if self.batches:
                 features = jax.ShapeDtypeStruct((padded, config.hidden_size), models.target.dtype)
             ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (
                 (), (padded,), (3, padded), ())]
-            jobs[self._prefill_key(padded)] = (
-                lambda ints=ints, features=features: prefill_chunk.lower(
-                    models, pair.params, state, *ints, features,
-                    jax.ShapeDtypeStruct((), jnp.bool_), sampled=self.sampled))
-        jobs[self._rounds_key()] = lambda: rounds.lower(
-            models, pair.params, state, CALL, width=self.width, pages=self.pages,
+            jobs[self._prefill_key(padded)] = partial(
+                prefill_chunk.lower, models, pair.params, state, *ints, features,
+                jax.ShapeDtypeStruct((), jnp.bool_), sampled=self.sampled)
+        jobs[self._rounds_key()] = partial(
+            rounds.lower, models, pair.params, state, CALL, width=self.width, pages=self.pages,
             sampled=self.sampled)
         missing = {key: job for key, job in jobs.items() if key not in pair.programs}
         for done, (key, job) in enumerate(missing.items()):

@@ -32,8 +32,7 @@ class Models(NamedTuple):
     drafter: Any = None  # a module that satisfies `drafters.Drafter`
 
 
-@struct.dataclass
-class Emitted:
+class Emitted(struct.PyTreeNode):
     """What one round gave each slot."""
 
     ids: jax.Array  # [R, W] i32; the first count[r] are slot r's new tokens

@@ -16,8 +16,7 @@ TAPE = 2 * BORDER - 1  # tokens a tape holds: 15 before a round and the 16 of th
 RUNNING, STOP, LENGTH = 0, 1, 2  # Slots.finish
 
 
-@struct.dataclass
-class KvPages:
+class KvPages(struct.PyTreeNode):
     """Keys (after norm and rotary) and values of one attention layer, in pages of positions.
     The drafter's context K/V has the same form and the same page table."""
 
@@ -25,8 +24,7 @@ class KvPages:
     values: jax.Array  # [P, K, S, D]
 
 
-@struct.dataclass
-class GdnState:
+class GdnState(struct.PyTreeNode):
     """One Gated DeltaNet layer: its state at the border, and the tape of the tokens since."""
 
     state: jax.Array  # [R, J, dv, dk] float32, after the tokens below the border
@@ -35,8 +33,7 @@ class GdnState:
     decay: jax.Array  # [R, TAPE, J] float32 factor on the state, exp(g)
 
 
-@struct.dataclass
-class Slots:
+class Slots(struct.PyTreeNode):
     """What is known of each request. A slot that is not active commits nothing."""
 
     active: jax.Array  # [R] bool
@@ -57,8 +54,7 @@ class Slots:
     counts: jax.Array  # [R, V] i32 how often each token was emitted
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """All of it. `pages[r, i]` is the page that holds positions i*S .. i*S+S-1 of slot r; an
     entry of P or more means none, and writes to it are dropped."""
 

@@ -5,19 +5,24 @@ context, tp, median_ms, p10_ms, p90_ms, limit_ms, and what belongs to that bench
 """
 
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mmflash_jax.bench import geometry
-from mmflash_jax.config import PRESETS
+from mmflash_jax.config import PRESETS, drafter_preset
+from mmflash_jax.models.target import Target
 from mmflash_jax.models.vision import encode
 from mmflash_jax.processor import Picture, positions_3d
 from mmflash_jax.round import Models, admit, prefill_chunk
 from mmflash_jax.round import rounds as run_rounds
 from mmflash_jax.state import init_state
+from ports.dflash import load_drafter
+from ports.qwen35 import load_target
 
+PCIE_BYTES_PER_S = 55e9  # host to device, PCIe 5 x16 in practice
 CALL = 8  # rounds in one program: what a stream of text would ask for at a time
 PAGE = 256
 
@@ -47,6 +52,7 @@ def _rounds(name: str, models: Models, params: dict, width: int, slots: int, con
     program = run_rounds.lower(models, params, state, CALL, width=width, pages=pages,
                                sampled=False).compile()
     compile_s = time.perf_counter() - begun
+    memory = program.memory_analysis()
     times, tokens = [], []
     for _ in range(2 + -(-repeat // CALL)):
         at = jnp.full((slots,), context, jnp.int32)
@@ -60,13 +66,15 @@ def _rounds(name: str, models: Models, params: dict, width: int, slots: int, con
     return row("decode" if width == 1 else "round", name, models, slots, context, times[2:],
                geometry.limit_ms(models, slots, context, width), width=width,
                compile_s=round(compile_s, 1), tokens_per_round=round(float(np.mean(tokens)), 2),
-               temp_mb=round(program.memory_analysis().temp_size_in_bytes / 1e6, 1))
+               temp_mb=round(memory.temp_size_in_bytes / 1e6, 1) if memory else None)
 
 
 def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
     """Time a prompt of `context` tokens, three quarters of them one picture: vision tower, one
     prefill chunk, first token."""
     config = PRESETS[name]
+    vision = config.vision
+    assert vision is not None, "every preset has a vision tower"
     models, params = geometry.random_pair(name, True)
     seen = jax.jit(lambda p, *x: models.target.apply({"params": p}, *x, method="encode"))
     rng = np.random.default_rng(0)
@@ -74,11 +82,11 @@ def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
     for context in contexts:
         side = int((0.75 * context) ** 0.5) // 2 * 2
         grid = (1, 2 * side, 2 * side)
-        picture = Picture(rng.uniform(-1, 1, (4 * side**2, config.vision.patch_dim))
+        picture = Picture(rng.uniform(-1, 1, (4 * side**2, vision.patch_dim))
                           .astype(np.float32), grid)
         ids = rng.integers(0, 1000, context).astype(np.int32)
-        ids[8], ids[9:9 + side**2], ids[9 + side**2] = (
-            config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
+        marks = (config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
+        ids[8:10 + side**2] = np.repeat(marks, (1, side**2, 1))
         positions, delta = positions_3d(ids, [grid], config)
         state = init_state(config, models.drafter.config, slots=1,
                            pages_per_slot=-(-context // PAGE) + 1, page=PAGE, dtype=jnp.bfloat16)
@@ -88,7 +96,7 @@ def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
                           {"rope_delta": delta, "remaining": 100})
             jax.block_until_ready(state)
             begun = time.perf_counter()
-            features = encode(lambda *x: seen(params["target"], *x), [picture], config.vision)[0]
+            features = encode(lambda *x: seen(params["target"], *x), [picture], vision)[0]
             if i > 1:
                 features.block_until_ready()
                 vision_times.append((time.perf_counter() - begun) * 1e3)
@@ -105,6 +113,21 @@ def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
                         vision_ms=round(float(np.median(vision_times)), 2),
                         picture_tokens=side**2))
     return rows
+
+
+def load(name: str, target: Path, draft: Path | None) -> list[dict]:
+    """Time reading the checkpoints in `target` and `draft` (HF folders) onto the device, once."""
+    config = PRESETS[name]
+    begun = time.perf_counter()
+    params = load_target(target, config)
+    if draft is not None:
+        params |= {"drafter": load_drafter(draft, drafter_preset(config))}
+    jax.block_until_ready(params)
+    took = (time.perf_counter() - begun) * 1e3
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    models = Models(Target(config), draft)
+    return [row("load", name, models, 1, 0, [took], size / PCIE_BYTES_PER_S * 1e3,
+                gigabytes=round(size / 1e9, 2))]
 
 
 def row(benchmark: str, name: str, models: Models, slots: int, context: int, times: list[float],

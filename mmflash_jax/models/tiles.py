@@ -13,8 +13,7 @@ from mmflash_jax.kernels.gdn_round import BORDER
 from mmflash_jax.state import State, row_places
 
 
-@struct.dataclass
-class Tile:
+class Tile(struct.PyTreeNode):
     """Rows of one verify pass: `width` rows for each of R slots, M = R * width padded to 16."""
 
     width: int = struct.field(pytree_node=False)
