@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 TARGET_CLASSES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 DRAFTER_CLASSES = ("DFlashDraftModel", "MMFlashDraftModel")
@@ -161,12 +161,12 @@ def read_json(path: Path) -> dict:
 
 
 def _need(fields: dict, name: str, where: str, kind: type | tuple[type, ...] = int) -> Any:
-    if fields.get(name) is None:
+    value: Any = fields.get(name)
+    if value is None:
         raise ConfigError(f"{where}: `{name}` is missing")
-    value = fields[name]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{where}: `{name}` is {value!r}, expected {_kind_name(kind)}")
-    if kind is int and value <= 0:
+    if kind is int and cast(int, value) <= 0:
         raise ConfigError(f"{where}: `{name}` is {value}, expected a positive number")
     return value
 
@@ -185,8 +185,8 @@ def _rope(fields: dict, head_dim: int, default_partial: float, where: str) -> Ro
     dim = int(head_dim * (default_partial if partial is None else partial))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "yarn":
-        names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-        names += ("attention_factor", "mscale", "mscale_all_dim", "truncate")
+        names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+                 "attention_factor", "mscale", "mscale_all_dim", "truncate")
         _need(rope, "factor", f"{where}: rope_parameters", (int, float))
         yarn = {n: rope[n] for n in names if rope.get(n) is not None}
         yarn.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings"))
@@ -284,7 +284,7 @@ def target_config(fields: dict, where: str = "config.json") -> TargetConfig:
         if dims[many] % dims[few]:
             raise ConfigError(f"{at}: {many} {dims[many]} is not a multiple of {few} {dims[few]}")
     vision = fields.get("vision_config")
-    vision_ids = {n: fields.get(n) for n in ("image_token_id", "video_token_id",
+    vision_ids: dict[str, Any] = {n: fields.get(n) for n in ("image_token_id", "video_token_id",
                                              "vision_start_token_id", "vision_end_token_id")}
     if vision:
         for name in vision_ids:

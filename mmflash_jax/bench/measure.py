@@ -85,8 +85,9 @@ def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
         picture = Picture(rng.uniform(-1, 1, (4 * side**2, vision.patch_dim))
                           .astype(np.float32), grid)
         ids = rng.integers(0, 1000, context).astype(np.int32)
-        marks = (config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
-        ids[8:10 + side**2] = np.repeat(marks, (1, side**2, 1))
+        marks = np.array([config.vision_start_token_id, config.image_token_id,
+                          config.vision_end_token_id])
+        ids[8:10 + side**2] = marks.repeat((1, side**2, 1))
         positions, delta = positions_3d(ids, [grid], config)
         state = init_state(config, models.drafter.config, slots=1,
                            pages_per_slot=-(-context // PAGE) + 1, page=PAGE, dtype=jnp.bfloat16)

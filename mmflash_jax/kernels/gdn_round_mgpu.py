@@ -177,8 +177,11 @@ def gdn_round_mgpu(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Arra
                    ) -> tuple[jax.Array, jax.Array]:
     """As `gdn_round.gdn_round`. `interpret`: `plgpu.InterpretGPUParams()` to run without a card."""
     slots, heads = state.shape[:2]
-    tiled = {"transforms": (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32))}
     smem = plgpu.SMEM
+
+    def tiled(shape):
+        transforms = (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32))
+        return smem(shape, bf16, transforms=transforms)
 
     def flat(x):
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -193,10 +196,10 @@ def gdn_round_mgpu(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Arra
         out_type=jax.ShapeDtypeStruct((slots * heads, WINDOW - 1, DIM, BORDER), f32),
         grid=(slots, heads, DIM // COLUMNS), grid_names=("slot", "head", "column"),
         interpret=interpret,
-        scratch_types=[smem((2 * WINDOW * BORDER, DIM), bf16, **tiled),
+        scratch_types=[tiled((2 * WINDOW * BORDER, DIM)),
                        smem((WINDOW, COLUMNS, BORDER), bf16),
                        smem((WINDOW, VECTORS, BORDER), f32),
-                       smem((2 * PARTS * WINDOW * BORDER, BORDER), bf16, **tiled),
+                       tiled((2 * PARTS * WINDOW * BORDER, BORDER)),
                        [plgpu.Barrier(num_arrivals=4)] * 2],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

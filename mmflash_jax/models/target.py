@@ -132,7 +132,7 @@ class Target(nn.Module):
         places = row_places(pages, start + row, row < valid, page, pool)
         x = self.embed[ids].astype(self.dtype)
         if features is not None:
-            seen = (ids == c.image_token_id) | (ids == c.video_token_id)
+            seen = jnp.isin(ids, jnp.array([c.image_token_id, c.video_token_id]))
             x = jnp.where(seen[:, None], features.astype(self.dtype), x)
         cos, sin = mrope_table(positions, c.rope, c.mrope_section)
 
@@ -185,4 +185,5 @@ def _device_kind() -> str:
 
 def _page_shape(state: State) -> tuple[int, int, int, int]:
     """Pool size, kv heads, positions of a page, head size."""
-    return state.attention[0].keys.shape
+    pool, heads, page, size = state.attention[0].keys.shape
+    return pool, heads, page, size
