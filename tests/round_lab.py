@@ -1,7 +1,8 @@
 """Requests served by the programs of `round.py` over a few slots, with the mock drafter.
 
 In: a tiny target's folder, requests as token ids. Out: the ids of each answer, why it ended and
-the acceptance length of its rounds. Float32, pages of 16, eight to a slot, four rounds a call.
+the acceptance length of its rounds. Float32, pages of 16 and eight to a slot unless asked for
+otherwise, four rounds a call.
 """
 
 import dataclasses
@@ -45,9 +46,13 @@ class Answer:
 class Lab:
     """A target, the mock drafter, and a server of requests over a few slots."""
 
-    def __init__(self, folder: Path, vocab: int | None = None):
-        """`vocab`: only the first so many tokens exist."""
+    def __init__(self, folder: Path, vocab: int | None = None, *, page: int = PAGE,
+                 pages: int = PAGES):
+        """`vocab`: only the first so many tokens exist. `page`, `pages`: positions of a page and
+        pages of a slot. `order`, if a test sets it, gives the pages of the pool to the slots."""
         self.ours = Ours(folder)
+        self.page, self.pages, self.limit = page, pages, page * pages
+        self.order: np.ndarray | None = None
         self.config, self.target = self.ours.config, dict(self.ours.params["target"])
         if vocab is not None:
             self.config = dataclasses.replace(self.config, vocab_size=vocab)
@@ -56,15 +61,17 @@ class Lab:
         self.models = Models(Target(self.config, TAPS, jnp.float32), MockDrafter(self.drafter))
 
     def empty(self, slots: int) -> tuple[State, dict]:
-        state = init_state(self.config, self.drafter, slots=slots, pages_per_slot=PAGES, page=PAGE,
-                           dtype=jnp.float32, stop_ids=2)
-        return state, {"target": self.target, "drafter": mock_params(slots, LIMIT)}
+        state = init_state(self.config, self.drafter, slots=slots, pages_per_slot=self.pages,
+                           page=self.page, dtype=jnp.float32, stop_ids=2)
+        return state, {"target": self.target, "drafter": mock_params(slots, self.limit)}
 
     def admit(self, params: dict, state: State, slot: int, request: Request, *, bucket: int = CHUNK,
               positions: np.ndarray | None = None, delta: int = 0, sampled: bool = True
               ) -> tuple[State, int]:
         """The request's prompt into a slot, in chunks of `bucket` -> state, first token."""
-        table = np.arange(PAGES, dtype=np.int32) + slot * PAGES
+        table = np.arange(self.pages, dtype=np.int32) + slot * self.pages
+        if self.order is not None:
+            table = self.order[table]
         state = admit(state, np.int32(slot), table, {
             "rope_delta": np.int32(delta), "remaining": np.int32(request.most),
             "stop_ids": np.array([-1, request.stop], np.int32), "min_p": np.float32(0),
@@ -89,8 +96,8 @@ class Lab:
 
     def step(self, params: dict, state: State, width: int, sampled: bool = True):
         """Up to ROUNDS rounds -> state, new ids of each slot, acceptance lengths of each slot."""
-        state, emitted, used = rounds(self.models, params, state, ROUNDS, width=width, pages=PAGES,
-                                      sampled=sampled)
+        state, emitted, used = rounds(self.models, params, state, ROUNDS, width=width,
+                                      pages=self.pages, sampled=sampled)
         ids, count, accepted = (np.asarray(x) for x in (
             emitted.ids, emitted.count, emitted.accepted))
         assert not count[int(used):].any()
@@ -99,24 +106,28 @@ class Lab:
         return state, new, [[int(a) for a in accepted[:, r] if a] for r in slots]
 
     def serve(self, requests: list[Request], *, slots: int, width: int, truth=None, right=None,
-              sampled: bool = True) -> list[Answer]:
+              sampled: bool = True, bucket: int = CHUNK, unused: int | None = None
+              ) -> list[Answer]:
         """Answer all requests, one admitted every few rounds as slots become free. `truth`: the
         answer of each, for the drafter; `right`: how often it is right, a number or an array
-        [LIMIT] for each request."""
+        [limit] for each request; `unused`: a slot that gets none."""
         state, params = self.empty(slots)
         answers: list[Answer] = [Answer([], RUNNING, []) for _ in requests]
         holds: list[int | None] = [None] * slots
         waiting = list(range(len(requests)))
         while waiting or any(h is not None for h in holds):
-            if waiting and None in holds:
-                slot, which = holds.index(None), waiting.pop(0)
+            free = [slot for slot, held in enumerate(holds) if held is None and slot != unused]
+            if waiting and free:
+                slot, which = free[0], waiting.pop(0)
                 holds[slot] = which
                 if truth is not None:
                     text = np.concatenate([requests[which].prompt, truth[which]])
                     params["drafter"] = {k: v.copy() for k, v in params["drafter"].items()}
-                    params["drafter"]["truth"][slot] = np.pad(text, (0, LIMIT - len(text)))
+                    params["drafter"]["truth"][slot] = np.pad(
+                        text, (0, self.limit - len(text)))
                     params["drafter"]["right"][slot] = right[which]
-                state, first = self.admit(params, state, slot, requests[which], sampled=sampled)
+                state, first = self.admit(params, state, slot, requests[which], bucket=bucket,
+                                          sampled=sampled)
                 answers[which].ids.append(first)
             state, new, accepted = self.step(params, state, width, sampled)
             finish = np.asarray(state.slots.finish)
@@ -131,9 +142,41 @@ class Lab:
                     answers[held].finish, holds[slot] = int(finish[slot]), None
         return answers
 
-    def alone(self, requests: list[Request]) -> list[Answer]:
+    def alone(self, requests: list[Request], **options) -> list[Answer]:
         """Plain decoding, each request in a state of its own with one slot."""
-        return [self.serve([request], slots=1, width=1)[0] for request in requests]
+        return [self.serve([request], slots=1, width=1, **options)[0] for request in requests]
+
+    def rows(self, state: State, slot: int, length: int) -> list[np.ndarray]:
+        """Keys and values of the committed positions, [length, K, D] each, drafter context last."""
+        found = []
+        for cache in (*state.attention, *state.context):
+            for pool in (cache.keys, cache.values):
+                mine = np.asarray(pool)[np.asarray(state.pages)[slot]]  # [n, K, S, D]
+                mine = mine.transpose(0, 2, 1, 3)
+                found.append(mine.reshape(self.limit, *mine.shape[2:])[:length])
+        return found
+
+    def committed(self, state: State, slot: int) -> list[np.ndarray]:
+        """Every number of `state` that is history of the slot, as stored."""
+        length, border = int(state.slots.length[slot]), int(state.slots.border[slot])
+        tape = length - border
+        past = self.config.linear_conv_kernel_dim - 1
+        return self.rows(state, slot, length) + [np.asarray(x) for c in state.gdn for x in (
+            c.state[slot], c.conv[slot, :past + tape], c.beta[slot, :tape], c.decay[slot, :tape])]
+
+    def same_state(self, got: State, slot: int, want: State, length: int, other: int = 0) -> None:
+        """Slot of `got` equals slot `other` of `want` in all that is committed, to 1e-4."""
+        for state, r in ((got, slot), (want, other)):
+            assert int(state.slots.length[r]) == length
+            index = self.rows(state, r, length)[-1][:, 0, 0]
+            np.testing.assert_array_equal(index, np.arange(length))
+        mine, fresh = self.ours.recurrent(got, slot), self.ours.recurrent(want, other)
+        for name in fresh:
+            np.testing.assert_allclose(mine[name], fresh[name], atol=1e-4, rtol=1e-4,
+                                       err_msg=name)
+        for a, b in zip(self.rows(got, slot, length), self.rows(want, other, length),
+                        strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
 
     def prompt(self, length: int, seed: int = 0) -> np.ndarray:
         return np.random.RandomState(100 * length + seed).randint(0, 256, length).astype(np.int32)

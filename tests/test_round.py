@@ -123,28 +123,6 @@ def test_block_across_the_context_limit(lab):
         assert len(answer.ids) == request.most and answer.finish == LENGTH
 
 
-def _pages(state: State, slot: int, length: int) -> list[np.ndarray]:
-    """Keys and values of the committed positions, [length, K, D] each, drafter context last."""
-    rows = []
-    for cache in (*state.attention, *state.context):
-        for pool in (cache.keys, cache.values):
-            mine = np.asarray(pool)[np.asarray(state.pages)[slot]]  # [n, K, S, D]
-            rows.append(mine.transpose(0, 2, 1, 3).reshape(LIMIT, *mine.shape[1::2])[:length])
-    return rows
-
-
-def _same_state(lab: Lab, got: State, slot: int, want: State, length: int) -> None:
-    """Slot of `got` equals slot 0 of `want` in all that is committed, to 1e-4."""
-    for state, r in ((got, slot), (want, 0)):
-        assert int(state.slots.length[r]) == length
-        np.testing.assert_array_equal(_pages(state, r, length)[-1][:, 0, 0], np.arange(length))
-    mine, fresh = lab.ours.recurrent(got, slot), lab.ours.recurrent(want, 0)
-    for name in fresh:
-        np.testing.assert_allclose(mine[name], fresh[name], atol=1e-4, rtol=1e-4, err_msg=name)
-    for a, b in zip(_pages(got, slot, length), _pages(want, 0, length), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("length", [40, 41])
 def test_state_after_a_partial_accept(lab, length):
     """R3, R4: exactly a accepted drafts, a = 0..15; then state, context and further text."""
@@ -162,7 +140,7 @@ def test_state_after_a_partial_accept(lab, length):
             end = length + a + 1
             assert accepted[slot] == [a + 1] and new[slot] == list(text[length + 1:end + 1])
             fresh, _ = lab.admit(params, lab.empty(3)[0], 0, Request(text[:end], 1))
-            _same_state(lab, state, slot, fresh, end)
+            lab.same_state(state, slot, fresh, end)
         used = jnp.arange(3) < len(group)
         state = state.replace(slots=state.slots.replace(
             active=used, remaining=jnp.where(used, 30, 0)))
@@ -197,7 +175,7 @@ def test_rounds_are_bit_equal_however_commits_are_grouped(lab):
         active = jnp.ones((1,), bool)  # a slot that is not writes no keys, so it cannot look
         logits, gdn = look(state.replace(slots=state.slots.replace(active=active)))
         tape = length % 16
-        return [np.asarray(logits), *_pages(state, 0, length)] + [
+        return [np.asarray(logits), *lab.rows(state, 0, length)] + [
             np.asarray(x) for c in gdn for x in (
                 c.state, c.conv[:, :3 + tape], c.beta[:, :tape], c.decay[:, :tape])]
 
@@ -218,7 +196,7 @@ def test_padding_and_chunks_do_not_change_the_state(lab, length):
     state, _ = lab.admit(params, lab.empty(3)[0], 1, Request(lab.prompt(50, 1), 20))
     state, again = lab.admit(params, state, 1, request)
     assert first == again
-    _same_state(lab, state, 1, want, length)
+    lab.same_state(state, 1, want, length)
 
 
 def test_state_is_donated_and_tapes_are_small(lab):
@@ -256,8 +234,8 @@ def test_rope_delta_moves_rotary_positions_only(lab):
         texts.append(np.concatenate([prompt, new]).astype(np.int32))
         fresh, _ = lab.admit(params, lab.empty(3)[0], 0, Request(texts[-1][:-1], 1),
                              positions=places[:, :72], delta=delta)
-        _same_state(lab, state, 1, fresh, 72)
+        lab.same_state(state, 1, fresh, 72)
     np.testing.assert_array_equal(texts[0], texts[1])
     flat, _ = lab.admit(params, lab.empty(3)[0], 0, Request(texts[0][:-1], 1))
     assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(
-        _pages(flat, 0, 72), _pages(fresh, 0, 72), strict=True)), "positions should matter"
+        lab.rows(flat, 0, 72), lab.rows(fresh, 0, 72), strict=True)), "positions should matter"
