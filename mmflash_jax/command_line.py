@@ -1,11 +1,12 @@
 """The command line of `python -m mmflash_jax.generate`: flags, progress, output, exit codes.
 
 In: arguments. Out: text on stdout as it streams, or with --json one JSON object; progress and the
-summary on stderr. Bad input exits 2 with one line, before any work. Knows no arrays.
+summary on stderr. Bad input exits 2 with one line, before any weight is read. Knows no arrays.
 """
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -15,10 +16,20 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from mmflash_jax.chat import sampling_defaults
+from mmflash_jax.chat import Chat, sampling_defaults
 from mmflash_jax.config import ConfigError
 from mmflash_jax.drafters import DRAFTERS
-from mmflash_jax.generate import DTYPES, Options, Pair, Result, load, question, stream
+from mmflash_jax.generate import (
+    DTYPES,
+    Options,
+    Pair,
+    Result,
+    load,
+    open_chat,
+    prepare,
+    question,
+    stream_prompt,
+)
 from mmflash_jax.images import InputError
 from ports import CheckpointError
 
@@ -41,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors in one line: usage is for --help."""
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"error: {' '.join(message.split())} (see --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,13 +133,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         messages, prompt_options, options = _request(args)
         options.check()
-        _keep_compiled()
-        pair = load(args.target, args.draft, drafter=args.drafter or "mmflash", dtype=args.dtype,
-                    report=progress)
-        _describe(pair)
+        chat = open_chat(args.target)
         if args.sampling:
-            options = _with_defaults(options, args, pair)
-        deltas = stream(pair, messages, options, report=progress, **prompt_options)
+            options = _with_defaults(options, args, chat)
+        prompt, limit = prepare(chat, messages, options, **prompt_options)
+        if not prompt.pictures and (args.min_pixels, args.max_pixels) != (None, None):
+            raise InputError("--min-pixels and --max-pixels bound pictures, but there is none")
+        _keep_compiled()
+        pair = load(chat, args.draft, drafter=_drafter(args), dtype=args.dtype, report=progress)
+        _describe(pair)
+        deltas = stream_prompt(pair, prompt, options, limit, report=progress)
         result = _print(deltas, as_json=args.json)
     except (ConfigError, CheckpointError, InputError) as error:
         progress.close()
@@ -147,18 +161,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _request(args: argparse.Namespace) -> tuple[list[dict], dict[str, Any], Options]:
     """Messages, options of the prompt, options of the answer. Raises InputError."""
-    if (args.draft is None) != (args.drafter == "none"):
-        raise InputError("give the drafter's folder with --draft DIR, or --drafter none for the "
-                         "target alone" if args.draft is None else
-                         "--draft names a drafter, but --drafter is none: give one of the two")
+    if args.draft is None and args.drafter not in (None, "none"):
+        raise InputError(f"--drafter {args.drafter} needs the drafter's folder: give it with "
+                         "--draft DIR")
+    if args.draft is not None and args.drafter == "none":
+        raise InputError("--draft names a drafter, but --drafter is none: give one of the two")
     if args.messages is None:
         if args.prompt is None:
             raise InputError("give a question with --prompt TEXT, or --messages FILE")
-        for path in args.image:
-            if not Path(path).is_file():
-                raise InputError(f"{path}: no such file")
-        if args.video is not None and not Path(args.video).exists():
-            raise InputError(f"{args.video}: no such file or folder")
+        if not args.prompt.strip():
+            raise InputError("--prompt is empty, expected a question")
         messages = question(args.prompt, args.image, args.video)
     else:
         if args.prompt is not None or args.image or args.video is not None:
@@ -167,14 +179,14 @@ def _request(args: argparse.Namespace) -> tuple[list[dict], dict[str, Any], Opti
         messages = _json(Path(args.messages), list)
     try:
         kwargs = json.loads(args.chat_template_kwargs)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--chat-template-kwargs: not JSON ({error})") from None
     if not isinstance(kwargs, dict):
         raise InputError("--chat-template-kwargs: expected a JSON object")
-    own = {"reasoning", "context_length", "min_pixels", "max_pixels", "tools", "report"}
-    clash = own & {*kwargs}
-    if clash:
-        raise InputError(f"--chat-template-kwargs: {min(clash)!r} is no argument of the template")
+    own = {"self", "reasoning", "chat", "messages", "options", "context_length", "min_pixels",
+           "max_pixels", "tools"}
+    if clash := own & {*kwargs}:
+        raise InputError(f"--chat-template-kwargs: {min(clash)!r} cannot be set here")
     reasoning = None if args.reasoning is None else args.reasoning == "on"
     prompt_options = {"reasoning": reasoning, "min_pixels": args.min_pixels,
                       "max_pixels": args.max_pixels, **kwargs}
@@ -184,13 +196,15 @@ def _request(args: argparse.Namespace) -> tuple[list[dict], dict[str, Any], Opti
         stop=tuple(args.stop), context_length=args.context_length, **given)
 
 
-def _with_defaults(options: Options, args: argparse.Namespace, pair: Pair) -> Options:
+def _drafter(args: argparse.Namespace) -> str:
+    return "mmflash" if args.drafter in (None, "none") else args.drafter
+
+
+def _with_defaults(options: Options, args: argparse.Namespace, chat: Chat) -> Options:
     """Options with the checkpoint's sampling where no flag was given."""
-    found: dict[str, Any] = {name: value for name, value in sampling_defaults(pair.folder).items()
+    found: dict[str, Any] = {name: value for name, value in sampling_defaults(chat.folder).items()
              if getattr(args, name) is None}
-    options = dataclasses.replace(options, **found)
-    options.check()
-    return options
+    return dataclasses.replace(options, **found)
 
 
 def _json(path: Path, kind: type) -> Any:
@@ -198,7 +212,7 @@ def _json(path: Path, kind: type) -> Any:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a readable JSON file ({error})") from None
     if not isinstance(value, kind):
         raise InputError(f"{path}: expected a JSON {kind.__name__}, found {type(value).__name__}")
@@ -227,6 +241,8 @@ def _describe(pair: Pair) -> None:
 
 def _print(deltas: Any, as_json: bool) -> Result:
     """Stream to stdout, reasoning between think marks; or gather and print one JSON object."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     thinking = False
     for delta in deltas:
         if not as_json:
@@ -239,8 +255,7 @@ def _print(deltas: Any, as_json: bool) -> Result:
                 thinking = False
             print(delta.text, end="", flush=True)
         if delta.result is not None:
-            print(json.dumps(dataclasses.asdict(delta.result), ensure_ascii=False) if as_json
-                  else "", flush=True)
+            print(json.dumps(dataclasses.asdict(delta.result)) if as_json else "", flush=True)
             return delta.result
     raise AssertionError("a stream ends with its result")
 
