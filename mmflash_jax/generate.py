@@ -2,7 +2,8 @@
 
 In: checkpoint folders, OpenAI-style messages, sampling options. Out: deltas of text and reasoning
 while the rounds run on the device, then a `Result`. One request at a time in one slot; many at a
-time are the engine's. The command line is `python -m mmflash_jax.generate`.
+time are the engine's. The command line is `python -m mmflash_jax.generate`. The file is
+long because a request's whole way, from options to result, is read in one place.
 
     pair = load("Qwen3.5-9B", "Qwen3.5-9B-MMFlash")
     print(generate(pair, question("How many birds?", images=["birds.jpg"])).text)
