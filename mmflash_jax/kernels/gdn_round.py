@@ -48,10 +48,10 @@ def unit_lower_inverse(below: jax.Array) -> jax.Array:
 
 def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     """decay [..., 16] -> D [..., 16, 16] (zero above the diagonal) and e [..., 16]."""
-    size = decay.shape[-1]
-    low = jnp.tril(jnp.ones((size, size), bool))
-    products = jnp.cumprod(jnp.where(jnp.tril(low, -1), decay[..., :, None], 1.0), -2)
-    return jnp.where(low, products, 0.0), products[..., 0] * decay[..., :1]
+    i, j, t = (lax.broadcasted_iota(jnp.int32, (BORDER,) * 3, axis) for axis in range(3))
+    factors = jnp.where((j < t) & (t <= i), decay[..., None, None, :], 1.0)
+    products = jnp.where((j <= i)[..., 0], jnp.prod(factors, -1), 0.0)
+    return products, products[..., 0] * decay[..., :1]
 
 
 def by_chunk(x: jax.Array) -> jax.Array:

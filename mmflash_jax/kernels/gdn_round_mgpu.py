@@ -2,12 +2,15 @@
 
 In and out as there, q, k, v in bfloat16, heads of 128. A program owns (slot, value head, 64 value
 columns) and holds S^T of them (64 x 128, f32) in registers. q, k and v are bf16 as they come from
-the convolution, so that their products are exact; everything else is f32, split into three bf16
-parts, and multiplied in enough passes to keep f32 accuracy. The norms of q and k are scalars of a
-row and ride with the row's other factors. What needs neither S nor v comes from `prologue`:
+the convolution, so that their products are exact; the state is f32, split into three bf16 parts
+for its products. The norms of q and k are scalars of a row and ride with the row's other factors.
+`prologue` makes what needs neither S nor v, a table of rows for each chunk. With those the kernel
+solves (I + A) U = X by forward substitution over the 16 tokens, and adds each finished u to the
+outputs behind it:
 
-    T = (I + A)^-1,  P = (Q K^T o D) T          per chunk
-    X = beta v - beta e |k| (S k),   U = X T^T,   O = e |q| (S q) + X P^T,   S <- e_15 S + (U o w) K
+    X = beta v - beta e |k| (S k),   O = e |q| (S q)
+    for i = 0..15:  u = X_i;   X_t -= A_ti u  (t > i);   O_t += G_ti u  (t >= i)
+    S <- e_15 S + (U o w) K
 
 One loop body serves every chunk, so that a row has the same bits wherever its chunk sits in the
 window. Chunk 0 runs only where the state moves.
@@ -26,14 +29,13 @@ from mmflash_jax.kernels.gdn_round import (
     WINDOW,
     by_chunk,
     decay_products,
-    matmul,
-    unit_lower_inverse,
 )
 
 DIM = 128  # of keys and of values
 COLUMNS = 64  # value columns of a program: the M side of a wgmma tile
-PARTS = 3  # bf16 parts of an f32
-VECTORS = 8  # rows of factors; 5 are used: a TMA copy must start at a multiple of 128 bytes
+# Rows of the table: -A by columns, G by columns, then five factors of rows.
+PULL, LOOK, WRITE, READ_K, READ_Q, TO_END, FORGET = 0, BORDER, 32, 33, 34, 35, 36
+TABLE = 40  # a TMA copy must start at a multiple of 128 bytes
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
@@ -60,51 +62,47 @@ def _inverse_norm(x: jax.Array) -> jax.Array:
     return lax.rsqrt(jnp.sum(x * x, -1) + 1e-6)
 
 
-def prologue(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array):
-    """q, k [R, 48, nk, 128], v [R, 48, J, 128] bf16, beta, decay [R, 48, J] -> what the kernel
-    reads: k over q [R, nk, 3, 32, 128] bf16, v^T [R, J, 3, 128, 16] bf16, row factors
-    [R, J, 3, 8, 16] f32, T over P in three parts [R, J, 3, 3, 32, 16] bf16."""
-    ratio = v.shape[2] // k.shape[2]
-    q, k, v, beta, decay = (by_chunk(x) for x in (q, k, v, beta, decay))
+def prologue(q: jax.Array, k: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
+    """q, k [R, 48, nk, 128] bf16, beta, decay [R, 48, J] -> table [R, J, 3, TABLE, 16] f32."""
+    ratio = beta.shape[2] // k.shape[2]
+    q, k, beta, decay = (by_chunk(x) for x in (q, k, beta, decay))
     norm_q, norm_k = _inverse_norm(q) * DIM**-0.5, _inverse_norm(k)
 
-    def dot(x, y):
-        return jnp.einsum("...id,...jd->...ij", x, y, preferred_element_type=f32)
+    def dot(x):  # [..., i of k, t of x]
+        return jnp.einsum("...id,...td->...it", k, x, preferred_element_type=f32)
 
     def heads(x):
         return jnp.repeat(x, ratio, 1)
 
-    kk = heads(dot(k, k) * norm_k[..., None] * norm_k[..., None, :])
-    qk = heads(dot(q, k) * norm_q[..., None] * norm_k[..., None, :])
+    kk = heads(dot(k) * norm_k[..., None] * norm_k[..., None, :])
+    kq = heads(dot(q) * norm_k[..., None] * norm_q[..., None, :])
     norm_q, norm_k = heads(norm_q), heads(norm_k)
     products, since = decay_products(decay)
-    inverse = unit_lower_inverse(jnp.tril(kk * products * beta[..., None], -1))
-    seen = matmul("...ij,...jk->...ik", qk * products, inverse)
-    both = jnp.stack(split3(jnp.concatenate([inverse, seen], -2)), -3)
-    last = jnp.broadcast_to(since[..., -1:], since.shape)
-    factors = [beta, beta * since * norm_k, since * norm_q, products[..., -1, :] * norm_k, last]
-    factors += [jnp.zeros_like(last)] * (VECTORS - len(factors))
-    return (jnp.concatenate([k, q], -2), jnp.swapaxes(v, -1, -2), jnp.stack(factors, -2), both)
+    ahead = jnp.swapaxes(products, -1, -2)  # [.., i, t]: decay from after i to t
+    pull = jnp.triu(kk * ahead * -beta[..., None, :], 1)
+    factors = [beta, beta * since * norm_k, since * norm_q, products[..., -1, :] * norm_k,
+               jnp.broadcast_to(since[..., -1:], since.shape)]
+    factors += [jnp.zeros_like(since)] * (TABLE - WRITE - len(factors))
+    return jnp.concatenate([pull, kq * ahead, jnp.stack(factors, -2)], -2)
 
 
-def _kernel(interpreted, moved_ref, kq_ref, v_ref, factor_ref, tp_ref, s_ref, o_ref, kq, v,
-            factor, tp, bars):
+def _kernel(interpreted, moved_ref, k_ref, q_ref, v_ref, table_ref, s_ref, o_ref, kq, v, table,
+            bars):
     slot, head, column = (lax.axis_index(n) for n in ("slot", "head", "column"))
     columns = pl.ds(column * COLUMNS, COLUMNS)
     layout = plgpu.Layout.WGMMA
     # A tiled TMA copy has at most 5 dimensions: (slot, head) come flattened.
     at = slot * lax.axis_size("head") + head
-    at_key = at // (s_ref.shape[0] // kq_ref.shape[0])
+    at_key = at // (s_ref.shape[0] // k_ref.shape[0])
     moved = moved_ref[slot]
 
-    def fetch(chunk, count, bar):
-        for source, target, rows in ((kq_ref.at[at_key], kq, 2 * BORDER),
-                                     (factor_ref.at[at], factor, 1),
-                                     (tp_ref.at[at], tp, 2 * PARTS * BORDER)):
-            cut = pl.ds(chunk * rows, count * rows)
-            plgpu.copy_gmem_to_smem(source.at[cut], target.at[cut], bar)
-        cut = pl.ds(chunk, count)
-        plgpu.copy_gmem_to_smem(v_ref.at[at].at[cut, columns], v.at[cut], bar)
+    def fetch(chunk, bar):
+        rows = pl.ds(chunk * BORDER, BORDER)
+        for i, source in enumerate((k_ref, q_ref)):
+            target = kq.at[pl.ds((2 * chunk + i) * BORDER, BORDER)]
+            plgpu.copy_gmem_to_smem(source.at[at_key].at[rows], target, bar)
+        plgpu.copy_gmem_to_smem(table_ref.at[at, chunk], table.at[chunk], bar)
+        plgpu.copy_gmem_to_smem(v_ref.at[at, chunk, columns], v.at[chunk], bar)
 
     def product(pairs, n, init=None):
         """Sum of a @ b into one accumulator, smallest terms first."""
@@ -129,28 +127,34 @@ def _kernel(interpreted, moved_ref, kq_ref, v_ref, factor_ref, tp_ref, s_ref, o_
     def transposed(ref):
         return ref.transpose((1, 0))
 
+    token = plgpu.broadcasted_iota(jnp.int32, (COLUMNS, BORDER), 1, layout=layout)
+
     def chunk(c, state):
-        def factors(j):
-            row = plgpu.load(factor.at[c, j], layout=layout.reduce(0))
-            return lax.broadcast_in_dim(row, (COLUMNS, BORDER), [1])
+        def row(j):
+            values = plgpu.load(table.at[c, j], layout=layout.reduce(0))
+            return lax.broadcast_in_dim(values, (COLUMNS, BORDER), [1])
 
         both = transposed(kq.at[pl.ds(c * 2 * BORDER, 2 * BORDER)])
         read = product([(part, both) for part in split3(state)[::-1]], 2 * BORDER)
         values = plgpu.load(v.at[c], layout=layout).astype(f32)
-        x = split3(factors(0) * values - factors(1) * read[:, :BORDER])
-        # Six of nine products of parts: those above 2^-24 of the largest.
-        pairs = [(2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0)]
-        uo = product([(x[i], transposed(tp.at[pl.ds((c * PARTS + j) * 2 * BORDER, 2 * BORDER)]))
-                      for i, j in pairs], 2 * BORDER)
+
+        def substitute(i, carry):
+            x, o = carry
+            u = jnp.sum(jnp.where(token == i, x, 0.0), 1)
+            u = lax.broadcast_in_dim(u, (COLUMNS, BORDER), [0])
+            return x + u * row(PULL + i), o + u * row(LOOK + i)
+
+        u, o = lax.fori_loop(0, BORDER, substitute, (
+            row(WRITE) * values - row(READ_K) * read[:, :BORDER], row(READ_Q) * read[:, BORDER:]))
 
         @pl.when(c > 0)
         def _():
-            o_ref.at[at, c - 1, columns][...] = factors(2) * read[:, BORDER:] + uo[:, BORDER:]
+            o_ref.at[at, c - 1, columns][...] = o
 
         def advance():
             keys = kq.at[pl.ds(c * 2 * BORDER, BORDER)]
-            parts = split3(uo[:, :BORDER] * factors(3))[::-1]
-            return product([(part, keys) for part in parts], DIM, state * factor[c, 4, 0])
+            parts = split3(u * row(TO_END))[::-1]
+            return product([(part, keys) for part in parts], DIM, state * table[c, FORGET, 0])
 
         state = lax.cond(c < WINDOW - 1, advance, lambda: state)
 
@@ -160,11 +164,12 @@ def _kernel(interpreted, moved_ref, kq_ref, v_ref, factor_ref, tp_ref, s_ref, o_
 
         return state
 
-    fetch(1, WINDOW - 1, bars[0])
+    for c in range(1, WINDOW):
+        fetch(c, bars[0])
 
     @pl.when(moved > 0)
     def _():
-        fetch(0, 1, bars[1])
+        fetch(0, bars[1])
         plgpu.barrier_wait(bars[1])
 
     state = plgpu.load(s_ref.at[at, columns], layout=layout, optimized=False)
@@ -177,19 +182,17 @@ def gdn_round_mgpu(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Arra
                    ) -> tuple[jax.Array, jax.Array]:
     """As `gdn_round.gdn_round`. `interpret`: `plgpu.InterpretGPUParams()` to run without a card."""
     slots, heads = state.shape[:2]
-    smem = plgpu.SMEM
 
     def tiled(shape):
         transforms = (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32))
-        return smem(shape, bf16, transforms=transforms)
+        return plgpu.SMEM(shape, bf16, transforms=transforms)
 
     def flat(x):
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def rows(x):
-        return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
+        return flat(jnp.moveaxis(x, 2, 1))
 
-    kq, v, factor, tp = prologue(q, k, v, beta, decay)
     in_place = jax.new_ref(flat(state))
     out = plgpu.kernel(
         functools.partial(_kernel, interpret is not None),
@@ -197,13 +200,14 @@ def gdn_round_mgpu(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Arra
         grid=(slots, heads, DIM // COLUMNS), grid_names=("slot", "head", "column"),
         interpret=interpret,
         scratch_types=[tiled((2 * WINDOW * BORDER, DIM)),
-                       smem((WINDOW, COLUMNS, BORDER), bf16),
-                       smem((WINDOW, VECTORS, BORDER), f32),
-                       tiled((2 * PARTS * WINDOW * BORDER, BORDER)),
-                       [plgpu.Barrier(num_arrivals=4)] * 2],
+                       plgpu.SMEM((WINDOW, COLUMNS, BORDER), bf16),
+                       plgpu.SMEM((WINDOW, TABLE, BORDER), f32),
+                       [plgpu.Barrier(num_arrivals=4 * (WINDOW - 1)),
+                        plgpu.Barrier(num_arrivals=4)]],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(moved.astype(jnp.int32), rows(kq), flat(v), flat(factor), rows(tp), in_place)
+    )(moved.astype(jnp.int32), rows(k), rows(q), flat(jnp.swapaxes(by_chunk(v), -1, -2)),
+      flat(prologue(q, k, beta, decay)), in_place)
     out = out.reshape(slots, heads, WINDOW - 1, DIM, BORDER)
     out = jnp.moveaxis(out, (2, 4), (1, 2)).reshape(slots, (WINDOW - 1) * BORDER, heads, DIM)
     return out, in_place[...].reshape(state.shape)

@@ -81,6 +81,8 @@ class GatedDeltaNet(nn.Module):
         decay = _join(cache.decay, at - first, tile.unpack(jnp.exp(g)), at - length, tile.width)
         real = (at < length + tile.width)[..., None]
         beta, decay = jnp.where(real, beta, 0.0), jnp.where(real, decay, 1.0)
+        # Materialised: what follows is then one program at every width, with the same bits.
+        window, beta, decay = lax.optimization_barrier((window, beta, decay))
         q, k, v = (jnp.where(real[..., None], y, 0) for y in self._heads(window))
         operation = gdn_round_mgpu if self.kernels == "mosaic_gpu" else gdn_round
         out, state = operation(cache.state, tile.moved, q, k, v, beta, decay)
@@ -116,8 +118,10 @@ def _join(tape: jax.Array, in_tape: jax.Array, rows: jax.Array, in_rows: jax.Arr
           ) -> jax.Array:
     """Rows of the window: those below the slot's length from the tape [R, n, X] at index in_tape
     [R, m], the others from the tile's rows [R, 16, X] at in_rows [R, m]; clipped outside both."""
-    both = jnp.concatenate([tape, rows.astype(tape.dtype)], 1)
-    size = tape.shape[1]
-    index = jnp.where(in_rows < 0, jnp.clip(in_tape, 0, size - 1),
-                      size + jnp.clip(in_rows, 0, width - 1))
-    return jnp.take_along_axis(both, index[..., None], 1)
+    # Two gathers and a select become one fusion; a gather from a concatenation does not.
+    def take(source, index):
+        index = jnp.clip(index, 0, source.shape[1] - 1)
+        return jnp.take_along_axis(source, index[..., None], 1, mode="promise_in_bounds")
+
+    new = take(rows[:, :width].astype(tape.dtype), in_rows)
+    return jnp.where((in_rows < 0)[..., None], take(tape, in_tape), new)
