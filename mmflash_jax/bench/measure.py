@@ -5,6 +5,7 @@ context, tp, median_ms, p10_ms, p90_ms, limit_ms, and what belongs to that bench
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -32,26 +33,36 @@ def rounds(name: str, *, width: int, slots: list[int], contexts: list[int], repe
     """Time rounds of `width` rows at each number of slots and each context."""
     models, params = geometry.random_pair(name, width > 1)
     plain = Models(models.target.clone(taps=()))
-    rows = []
-    for count in slots:
-        for context in contexts:
-            if with_decode:
-                rows.append(_rounds(name, plain, params, 1, count, context, repeat))
-            rows.append(_rounds(name, models if width > 1 else plain, params, width, count,
-                                context, repeat))
-    return rows
+    jobs = [(m, w, count, context) for count in slots for context in contexts
+            for m, w in ([(plain, 1)] if with_decode else []) + [(models, width)]]
+    with ThreadPoolExecutor() as pool:  # the compiler is single-threaded, programs are many
+        programs = list(pool.map(lambda job: _compiled(params, *job), jobs))
+    return [_time(name, params, program, *job, repeat)
+            for program, job in zip(programs, jobs, strict=True)]
 
 
-def _rounds(name: str, models: Models, params: dict, width: int, slots: int, context: int,
-            repeat: int) -> dict:
-    """Time `repeat` rounds in calls of CALL, the clock around each call, every call from the
-    same context: the slots are set back between calls, the caches stay."""
-    pages = -(-(context + (CALL + 1) * width) // PAGE)
-    state = geometry.filled_state(models, slots=slots, context=context, pages=pages, page=PAGE)
+def _pages(context: int, width: int) -> int:
+    return -(-(context + (CALL + 1) * width) // PAGE)
+
+
+def _compiled(params: dict, models: Models, width: int, slots: int, context: int):
+    """The program of CALL rounds, and the seconds that it took to compile."""
+    pages = _pages(context, width)
+    state = jax.eval_shape(lambda: geometry.filled_state(
+        models, slots=slots, context=context, pages=pages, page=PAGE))
     begun = time.perf_counter()
     program = run_rounds.lower(models, params, state, CALL, width=width, pages=pages,
                                sampled=False).compile()
-    compile_s = time.perf_counter() - begun
+    return program, time.perf_counter() - begun
+
+
+def _time(name: str, params: dict, compiled, models: Models, width: int, slots: int, context: int,
+          repeat: int) -> dict:
+    """Time `repeat` rounds in calls of CALL, the clock around each call, every call from the
+    same context: the slots are set back between calls, the caches stay."""
+    program, compile_s = compiled
+    state = geometry.filled_state(models, slots=slots, context=context,
+                                  pages=_pages(context, width), page=PAGE)
     memory = program.memory_analysis()
     times, tokens = [], []
     for _ in range(2 + -(-repeat // CALL)):
