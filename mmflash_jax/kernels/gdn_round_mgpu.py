@@ -177,6 +177,8 @@ def _kernel(interpreted, moved_ref, k_ref, q_ref, v_ref, table_ref, s_ref, o_ref
     lax.fori_loop(1 - moved, WINDOW, chunk, state)
 
 
+# Under jit of its own the kernel is lowered and compiled once for all layers.
+@functools.partial(jax.jit, static_argnames="interpret")
 def gdn_round_mgpu(state: jax.Array, moved: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
                    beta: jax.Array, decay: jax.Array, interpret=None
                    ) -> tuple[jax.Array, jax.Array]:
