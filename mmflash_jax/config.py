@@ -6,6 +6,7 @@ Field names are those of HF; unknown keys are ignored, known but unsupported one
 """
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -160,6 +161,19 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def _parser(parse):
+    """A field of the wrong JSON type ends as a ConfigError too, wherever it is first used."""
+    @functools.wraps(parse)
+    def checked(fields: dict, where: str = "config.json"):
+        try:
+            return parse(fields, where)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise ConfigError(f"{where}: a field has the wrong type: {error}") from error
+    return checked
+
+
 def _need(fields: dict, name: str, where: str, kind: type | tuple[type, ...] = int) -> Any:
     value: Any = fields.get(name)
     if value is None:
@@ -235,6 +249,7 @@ def _eos(*values: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+@_parser
 def target_config(fields: dict, where: str = "config.json") -> TargetConfig:
     """Parse the target's configuration. Raises ConfigError. Source: HF `Qwen3_5Config`."""
     _refuse_quantised(fields, where)
@@ -298,6 +313,7 @@ def target_config(fields: dict, where: str = "config.json") -> TargetConfig:
         **vision_ids, vision=_vision(vision, hidden, where) if vision else None)
 
 
+@_parser
 def drafter_config(fields: dict, where: str = "config.json") -> DrafterConfig:
     """Parse a drafter's configuration; each field at top level or in `dflash_config`, which
     wins. Raises ConfigError. Sources: z-lab `dflash`, SGLang `dflash_utils`, vLLM

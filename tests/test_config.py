@@ -372,3 +372,14 @@ def test_a_file_is_read(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(published_target("qwen3.5-9b")))
     assert target_config(read_json(path)) == PRESETS["qwen3.5-9b"]
+
+
+@pytest.mark.parametrize("name, value", [
+    ("architectures", 3), ("layer_types", 7), ("rope_parameters", [1]), ("rms_norm_eps", "small"),
+    ("tie_word_embeddings", []), ("vision_config", 5), ("text_config", {"hidden_size": {}})])
+def test_a_field_of_the_wrong_type_is_a_config_error(name, value):
+    fields = published_target("qwen3.5-9b")
+    where = fields["text_config"] if name in fields["text_config"] else fields
+    where[name] = value
+    with pytest.raises(ConfigError, match="config.json"):
+        target_config(fields)

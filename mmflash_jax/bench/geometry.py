@@ -4,7 +4,7 @@ In: a preset's name. Out: modules, parameters, a state whose slots stand at a gi
 the time that reading the bytes of one pass takes at best. Knows no clock.
 """
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,21 +39,22 @@ def filled_state(models: Models, *, slots: int, context: int, pages: int, page: 
     state = init_state(models.target.config, drafter, slots=slots, pages_per_slot=pages,
                        page=page, dtype=models.target.dtype)
 
-    @jax.jit
-    def fill(state: State) -> State:
-        leaves, tree = jax.tree.flatten((state.attention, state.gdn, state.context))
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        leaves = [0.1 * jax.random.normal(k, x.shape, x.dtype)
-                  for k, x in zip(keys, leaves, strict=True)]
-        attention, gdn, context_kv = jax.tree.unflatten(tree, leaves)
-        full = dataclasses.replace(
-            state.slots, active=jnp.ones_like(state.slots.active),
-            length=jnp.full_like(state.slots.length, context),
-            border=jnp.full_like(state.slots.border, context // 16 * 16),
-            remaining=jnp.full_like(state.slots.remaining, 2**30))
-        return state.replace(attention=attention, gdn=gdn, context=context_kv, slots=full)
+    leaves, tree = jax.tree.flatten((state.attention, state.gdn, state.context))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    attention, gdn, context_kv = jax.tree.unflatten(
+        tree, [_noise(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
+    full = state.slots.replace(
+        active=jnp.ones_like(state.slots.active),
+        length=jnp.full_like(state.slots.length, context),
+        border=jnp.full_like(state.slots.border, context // 16 * 16),
+        remaining=jnp.full_like(state.slots.remaining, 2**30))
+    return state.replace(attention=attention, gdn=gdn, context=context_kv, slots=full)
 
-    return fill(state)
+
+# Compiled once for each shape: one program for all leaves takes minutes to compile.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _noise(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    return 0.1 * jax.random.normal(key, shape, dtype)
 
 
 def target_bytes(config: TargetConfig, slots: int, context: int) -> int:
