@@ -1,6 +1,7 @@
 """Who may import whom, and the house rules for files, read from the source with `ast`."""
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -181,3 +182,14 @@ def test_readme_tree_names_every_file():
     ours = {n for n in FILES if (ROOT / n).read_text(encoding="utf-8").strip()}
     ours |= {f"scripts/{p.name}" for p in (ROOT / "scripts").iterdir() if p.is_file()}
     assert named == ours
+
+
+def test_readme_figures_are_the_measured_rows():
+    """README's table holds every row of scripts/bench_results, number for number, and no other."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = [[cell.strip() for cell in line.strip("|").split("|")]
+             for line in readme.split("## Figures", 1)[1].split("\n## ")[0].splitlines()
+             if line.startswith("|")]
+    files = sorted((ROOT / "scripts/bench_results").glob("*.json"))
+    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
+    assert table[2:] == [[str(row[name]) for name in table[0]] for row in rows]
