@@ -29,8 +29,10 @@ from ports import CheckpointError, orbax_dir
 from ports.dflash import MASK, drafter_table, mask_leaf, open_drafter, write_drafter
 from ports.name_table import Leaf, read_ahead, tree
 from ports.new_folder import copy_beside, new_folder
-from ports.qwen35 import OPTIONAL, open_target, target_table, write_target
+from ports.qwen35 import open_target, target_table, write_target
 from ports.safetensors_dir import resolve
+
+ABSENT = ("mtp",)  # what a target may lack: a vision tower that the config names must be there
 
 EXAMPLES = """
 examples:
@@ -65,7 +67,7 @@ def to_orbax(source: str | Path, out: str | Path, *, overwrite: bool = False,
         files, mask = open_drafter(folder, config)
         extra = [] if mask is None else [(mask_leaf(config), mask)]
     else:
-        files, extra = open_target(folder, config, OPTIONAL), []
+        files, extra = open_target(folder, config, ABSENT), []
     total = sum(files.nbytes(leaf, None) for leaf in files.table)
     arrays = read_ahead(files.table, lambda leaf: files.nbytes(leaf, None),
                         lambda leaf: files.read(leaf, None))
@@ -87,7 +89,7 @@ def to_hf(source: str | Path, out: str | Path, *, overwrite: bool = False,
     if isinstance(config, DrafterConfig):
         table, optional = (*drafter_table(config), mask_leaf(config)), MASK
     else:
-        table, optional = target_table(config), ("mtp",)
+        table, optional = target_table(config), ABSENT
     sizes = orbax_dir.stored_leaves(folder, table, kind, optional=optional)
     total = sum(leaf_bytes.size * leaf_bytes.dtype.itemsize for _, leaf_bytes in sizes)
     with _progress(total, "to HF", bar) as meter, new_folder(out, overwrite) as into:

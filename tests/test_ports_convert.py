@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mmflash_jax.config import PRESETS, drafter_config, read_json, target_config
 from ports import CheckpointError, convert, name_table
@@ -207,8 +208,17 @@ def truncate(folder):
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
+def drop_vision(folder):
+    """The config names a vision tower, the files hold none: no orbax folder of it would load."""
+    tensors = {n: a for n, a in tensors_of(folder).items() if not n.startswith("model.visual")}
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+
+
 BAD = {  # name: (what is done to the folder, arguments, what stderr must say)
     "truncated": (truncate, ["to-orbax", "{hf}", "{out}"], "bytes, expected"),
+    "no_vision": (drop_vision, ["to-orbax", "{hf}", "{out}"], "model.visual."),
     "no_config": (lambda f: (f / "config.json").unlink(), ["to-orbax", "{hf}", "{out}"],
                   "config.json: no such file"),
     "no_folder": (None, ["to-orbax", "{hf}/none/at/all", "{out}"], "no such folder"),
