@@ -137,7 +137,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.sampling:
             options = _with_defaults(options, args, chat)
         prompt, limit = prepare(chat, messages, options, **prompt_options)
-        if not prompt.pictures and (args.min_pixels, args.max_pixels) != (None, None):
+        bounded = args.image or args.messages and prompt.pictures  # videos have their own bounds
+        if not bounded and (args.min_pixels, args.max_pixels) != (None, None):
             raise InputError("--min-pixels and --max-pixels bound pictures, but there is none")
         _keep_compiled()
         pair = load(chat, args.draft, drafter=_drafter(args), dtype=args.dtype, report=progress)

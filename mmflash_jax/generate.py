@@ -145,7 +145,7 @@ def load(target: str | Path | Chat, draft: str | Path | None = None, *, drafter:
     chat = target if isinstance(target, Chat) else open_chat(target)
     folder, config, run = chat.folder, chat.config, DTYPES[dtype]
     if not is_orbax(folder):  # before the drafter is read; load_target would say it after
-        open_target(folder, config, () if config.vision else ("vision",))
+        open_target(folder, config, ("mtp",) if config.vision else ("vision", "mtp"))
     taps: tuple[int, ...] = ()
     module, params = None, {}
     if draft is not None:
@@ -302,7 +302,7 @@ class _Run:
         while True:
             state, following, following_done = program(params, state)
             ids, count, accepted = (np.asarray(x)[:, 0] for x in (
-                emitted.ids, emitted.count, emitted.accepted))
+                emitted.ids, emitted.count, emitted.acceptance_length))
             for i in range(int(done)):
                 yield [int(t) for t in ids[i, :count[i]]], int(accepted[i])
             emitted, done = following, following_done

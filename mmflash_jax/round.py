@@ -20,7 +20,16 @@ from jax import lax
 
 from mmflash_jax import sampling
 from mmflash_jax.models.target import Target
-from mmflash_jax.state import LENGTH, RUNNING, STOP, KvPages, State, row_places, write_rows
+from mmflash_jax.state import (
+    EMPTY_SLOT,
+    LENGTH,
+    RUNNING,
+    STOP,
+    KvPages,
+    State,
+    row_places,
+    write_rows,
+)
 
 WIDTHS = (1, 4, 8, 16)  # rows verified for each slot; 1 is plain decoding
 
@@ -37,7 +46,7 @@ class Emitted(struct.PyTreeNode):
 
     ids: jax.Array  # [R, W] i32; the first count[r] are slot r's new tokens
     count: jax.Array  # [R] i32 tokens emitted, stop id included; 0 for inactive slots
-    accepted: jax.Array  # [R] i32 acceptance length: accepted drafts + 1; 0 for inactive slots
+    acceptance_length: jax.Array  # [R] i32 accepted drafts + 1; 0 for inactive slots
 
 
 def draft(models: Models, params: dict, state: State, width: int, pages: int) -> jax.Array:
@@ -45,6 +54,8 @@ def draft(models: Models, params: dict, state: State, width: int, pages: int) ->
     anchor = state.slots.anchor[:, None]
     if width == 1:
         return anchor
+    if models.drafter is None:
+        raise ValueError(f"width is {width}, but there is no drafter; expected 1")
     target = params["target"]
     head = target.get("head", target["embed"])
     keys, values = zip(*(_gather(c, state.pages[:, :pages]) for c in state.context), strict=True)
@@ -103,6 +114,8 @@ def rounds(models: Models, params: dict, state: State, n: int, *, width: int, pa
            sampled: bool) -> tuple[State, Emitted, jax.Array]:
     """Up to `n` rounds on the device, ending early when no slot is active.
 
+    `pages` as in `round_`: to run all n it must cover length + n * width of every active slot, or
+    all the slot has; the rounds end before one that would read past it.
     -> state, Emitted with a leading axis of n (rows past the last round run are zero), and the
     number of rounds run.
     """
@@ -114,7 +127,10 @@ def rounds(models: Models, params: dict, state: State, n: int, *, width: int, pa
 
     def go_on(carry):
         state, _, i = carry
-        return (i < n) & state.slots.active.any()
+        slots, page = state.slots, state.attention[0].keys.shape[2]
+        inside = slots.length + width <= pages * page
+        covered = pages >= state.pages.shape[1] or (inside | ~slots.active).all()
+        return (i < n) & slots.active.any() & covered
 
     slots = state.slots.length.shape[0]
     nothing = Emitted(jnp.zeros((n, slots, width), jnp.int32), jnp.zeros((n, slots), jnp.int32),
@@ -159,10 +175,10 @@ def prefill_chunk(models: Models, params: dict, state: State, slot: jax.Array, t
 
 @partial(jax.jit, donate_argnames="state")
 def admit(state: State, slot: jax.Array, pages: jax.Array, request: dict[str, jax.Array]) -> State:
-    """Make `slot` ready for a prompt: its page table row pages [n], zero states and counts, and
-    the fields of `Slots` in `request` (rope_delta, remaining, stop_ids, seed, temperature, ...).
-    `remaining` is min(token limit, context limit - prompt length)."""
-    fresh = {"active": False, "finish": RUNNING, "length": 0, "border": 0, "counts": 0, **request}
+    """Make `slot` ready for a prompt: its page table row pages [n], zero states, and of `Slots`
+    the fields in `request` (rope_delta, remaining, stop_ids, seed, temperature, ...), the others
+    as in an empty slot. `remaining` is min(token limit, context limit - prompt length)."""
+    fresh = {**EMPTY_SLOT, **request}
     slots = state.slots.replace(**{
         name: getattr(state.slots, name).at[slot].set(value) for name, value in fresh.items()})
     gdn = jax.tree.map(lambda x: x.at[slot].set(0), state.gdn)

@@ -5,8 +5,11 @@ C GDN conv channels, V vocabulary, E stop ids. Rejected work is never undone, on
 that makes a row "committed" is that its position lies below `Slots.length`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from mmflash_jax.config import DrafterConfig, TargetConfig
@@ -54,6 +57,15 @@ class Slots(struct.PyTreeNode):
     counts: jax.Array  # [R, V] i32 how often each token was emitted
 
 
+EMPTY_SLOT: dict[str, Any] = {  # what each field of Slots is before a request says otherwise
+    "active": np.bool_(False), "finish": np.int32(RUNNING), "length": np.int32(0),
+    "border": np.int32(0), "anchor": np.int32(0), "rope_delta": np.int32(0),
+    "remaining": np.int32(0), "stop_ids": np.int32(-1), "seed": np.uint32(0),
+    "temperature": np.float32(0), "top_p": np.float32(1), "top_k": np.int32(0),
+    "min_p": np.float32(0), "presence": np.float32(0), "frequency": np.float32(0),
+    "counts": np.int32(0)}
+
+
 class State(struct.PyTreeNode):
     """All of it. `pages[r, i]` is the page that holds positions i*S .. i*S+S-1 of slot r; an
     entry of P or more means none, and writes to it are dropped."""
@@ -88,21 +100,12 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, *, slots: in
                         jnp.zeros((r, columns, c.conv_dim), dtype),
                         jnp.zeros(gates, jnp.float32), jnp.ones(gates, jnp.float32))
 
-    def ints():
-        return jnp.zeros((r,), jnp.int32)
-
-    def floats(value=0.0):
-        return jnp.full((r,), value, jnp.float32)
-
+    more = {"stop_ids": (stop_ids,), "seed": (2,), "counts": (target.vocab_size,)}
+    empty = {name: jnp.full((r, *more.get(name, ())), value, value.dtype)
+             for name, value in EMPTY_SLOT.items()}
     table = jnp.arange(slots * pages_per_slot, dtype=jnp.int32).reshape(slots, pages_per_slot)
     return State(
-        slots=Slots(
-            active=jnp.zeros((r,), bool), finish=ints(), length=ints(), border=ints(),
-            anchor=ints(), rope_delta=ints(), remaining=ints(),
-            stop_ids=jnp.full((r, stop_ids), -1, jnp.int32), seed=jnp.zeros((r, 2), jnp.uint32),
-            temperature=floats(), top_p=floats(1.0), top_k=ints(), min_p=floats(),
-            presence=floats(), frequency=floats(),
-            counts=jnp.zeros((r, target.vocab_size), jnp.int32)),
+        slots=Slots(**empty),
         pages=table if own else jnp.full((slots, pages_per_slot), pool, jnp.int32),
         attention=tuple(kv(c.num_key_value_heads, c.head_dim) for _ in c.attention_layers),
         gdn=tuple(gdn() for _ in c.gdn_layers),

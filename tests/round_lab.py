@@ -99,7 +99,7 @@ class Lab:
         state, emitted, used = rounds(self.models, params, state, ROUNDS, width=width,
                                       pages=self.pages, sampled=sampled)
         ids, count, accepted = (np.asarray(x) for x in (
-            emitted.ids, emitted.count, emitted.accepted))
+            emitted.ids, emitted.count, emitted.acceptance_length))
         assert not count[int(used):].any()
         slots = range(ids.shape[1])
         new = [[int(t) for i in range(ROUNDS) for t in ids[i, r, :count[i, r]]] for r in slots]

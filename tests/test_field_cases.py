@@ -16,7 +16,7 @@ from mmflash_jax.config import PRESETS, drafter_preset
 from mmflash_jax.layers import linear
 from mmflash_jax.models.gdn import GatedDeltaNet
 from mmflash_jax.models.target import Target
-from mmflash_jax.round import admit, draft, prefill_chunk, round_
+from mmflash_jax.round import admit, draft, prefill_chunk, round_, rounds
 from mmflash_jax.state import State, init_state, tape_bytes
 from tests.mock_drafter import ALL
 from tests.round_lab import CHUNK, GREEDY, LIMIT, PAGES, SAMPLED, Lab, Request
@@ -341,8 +341,34 @@ def test_pieces_can_be_jitted_and_donated(lab, text):
         before = state
         state, emitted = step(lab.models, params, state, width=8, pages=PAGES, sampled=False)
         assert all(x.is_deleted() for x in jax.tree.leaves(before))
-        assert int(emitted.count[0]) == int(emitted.accepted[0]) == 0
+        assert int(emitted.count[0]) == int(emitted.acceptance_length[0]) == 0
         new += emitted.ids[1, :int(emitted.count[1])].tolist()
     want, whole, _ = lab.step(params, want, 8, sampled=False)
     assert new == whole[1] == text[41:52].tolist()
     same_bits(lab.committed(state, 1), lab.committed(want, 1))
+
+
+def test_admit_leaves_nothing_of_the_request_before(lab):
+    state, _ = lab.empty(2)
+    old = {"remaining": 5, "temperature": 0.9, "top_k": 3, "stop_ids": 7, "seed": 9,
+           "rope_delta": 4, "presence": 1.0}
+    fresh = jax.tree.map(np.asarray, state.slots)
+    state = admit(state, jnp.int32(1), state.pages[1], old)
+    assert float(state.slots.temperature[1]) == np.float32(0.9)
+    state = admit(state, jnp.int32(1), state.pages[1], {})
+    jax.tree.map(np.testing.assert_array_equal, state.slots, fresh)
+
+
+def test_rounds_end_before_one_that_reads_past_its_pages(lab, text):
+    state, params = lab.empty(1)
+    page = state.attention[0].keys.shape[2]
+    state, _ = lab.admit(params, state, 0, Request(text[:page - 6], 40))
+    state, _, ran = rounds(lab.models, params, state, 16, width=4, pages=1, sampled=False)
+    assert 1 <= int(ran) < 16 and bool(state.slots.active[0])
+    assert page - 4 < int(state.slots.length[0]) <= page
+
+
+def test_width_without_a_drafter_is_refused(lab):
+    state, params = lab.empty(1)
+    with pytest.raises(ValueError, match="width is 4, but there is no drafter"):
+        round_(lab.models._replace(drafter=None), params, state, 4, PAGES, False)

@@ -25,11 +25,12 @@ def parser() -> argparse.ArgumentParser:
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(dest="command", required=True)
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str, random: bool = True) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text,
                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        sub.add_argument("--geometry", choices=sorted(PRESETS), nargs="+", default=["qwen3.5-9b"],
-                         help="whose sizes the random weights have")
+        if random:
+            sub.add_argument("--geometry", choices=sorted(PRESETS), nargs="+",
+                             default=["qwen3.5-9b"], help="whose sizes the random weights have")
         sub.add_argument("--json", type=Path, metavar="FILE", help="keep the rows in FILE")
         return sub
 
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     fill = command("prefill", "a prompt of one picture and text, from patches to the first token")
     fill.add_argument("--context", type=int, nargs="+", default=[1024], help="prompt tokens")
     fill.add_argument("--repeat", type=int, default=20, help="prompts to time")
-    load = command("load", "load a target (and a drafter) from files")
+    load = command("load", "load a target (and a drafter) from files", random=False)
     load.add_argument("--target", type=Path, required=True, help="HF folder of the target")
     load.add_argument("--draft", type=Path, help="HF folder of the drafter")
     return root
@@ -57,17 +58,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    rows = []
-    for name in args.geometry:
+    rows = measure.load(args.target, args.draft) if args.command == "load" else []
+    for name in getattr(args, "geometry", ()):
         if args.command in ("decode", "round"):
             both = args.command == "round" and args.with_decode
             rows += measure.rounds(
                 name, width=1 if args.command == "decode" else args.width, slots=args.slots,
                 contexts=args.context, repeat=args.repeat, with_decode=both)
-        elif args.command == "prefill":
-            rows += measure.prefill(name, contexts=args.context, repeat=args.repeat)
         else:
-            rows += measure.load(name, args.target, args.draft)
+            rows += measure.prefill(name, contexts=args.context, repeat=args.repeat)
     print(measure.table(rows))
     if args.json:
         keep(args.json, rows, "python -m mmflash_jax.bench " + shlex.join(argv or sys.argv[1:]))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmflash_jax.bench import geometry
-from mmflash_jax.config import PRESETS, drafter_preset
-from mmflash_jax.models.target import Target
+from mmflash_jax.config import PRESETS, drafter_config, read_json, target_config
+from mmflash_jax.generate import CALL, PAGE
 from mmflash_jax.models.vision import encode
 from mmflash_jax.processor import Picture, positions_3d
 from mmflash_jax.round import Models, admit, prefill_chunk
@@ -24,8 +24,6 @@ from ports.dflash import load_drafter
 from ports.qwen35 import load_target
 
 PCIE_BYTES_PER_S = 55e9  # host to device, PCIe 5 x16 in practice
-CALL = 8  # rounds in one program: what a stream of text would ask for at a time
-PAGE = 256
 
 
 def rounds(name: str, *, width: int, slots: list[int], contexts: list[int], repeat: int,
@@ -74,10 +72,13 @@ def _time(name: str, params: dict, compiled, models: Models, width: int, slots: 
         jax.block_until_ready(done)
         times.append((time.perf_counter() - begun) / CALL * 1e3)
         tokens.append(int(out.count.sum()) / CALL / slots)
-    return row("decode" if width == 1 else "round", name, models, slots, context, times[2:],
+    return row("decode" if width == 1 else "round", name, models.drafter is not None,
+               slots, context, times[2:],
                geometry.limit_ms(models, slots, context, width), width=width,
                compile_s=round(compile_s, 1), tokens_per_round=round(float(np.mean(tokens)), 2),
-               temp_mb=round(memory.temp_size_in_bytes / 1e6, 1) if memory else None)
+               program_gb=round((memory.argument_size_in_bytes + memory.output_size_in_bytes
+                                 - memory.alias_size_in_bytes + memory.temp_size_in_bytes) / 1e9,
+                                2) if memory else None)
 
 
 def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
@@ -121,37 +122,41 @@ def prefill(name: str, *, contexts: list[int], repeat: int) -> list[dict]:
             times.append((time.perf_counter() - begun) * 1e3)
         flops = 2 * context * (geometry.target_bytes(config, 1, 0) / 2
                                - config.vocab_size * config.hidden_size)
-        rows.append(row("prefill", name, models, 1, context, times[2:], flops / 790e12 * 1e3,
+        rows.append(row("prefill", name, True, 1, context, times[2:], flops / 790e12 * 1e3,
                         vision_ms=round(float(np.median(vision_times)), 2),
                         picture_tokens=side**2))
     return rows
 
 
-def load(name: str, target: Path, draft: Path | None) -> list[dict]:
-    """Time reading the checkpoints in `target` and `draft` (HF folders) onto the device, once."""
-    config = PRESETS[name]
+def load(target: Path, draft: Path | None) -> list[dict]:
+    """Time reading the checkpoints in `target` and `draft` (HF folders) onto the device, once.
+    The geometry is the preset with these sizes, or the folder's name."""
+    config = target_config(read_json(target / "config.json"))
     begun = time.perf_counter()
     params = load_target(target, config)
     if draft is not None:
-        params |= {"drafter": load_drafter(draft, drafter_preset(config))}
+        own = drafter_config(read_json(draft / "config.json"))
+        params["drafter"] = load_drafter(draft, own)
     jax.block_until_ready(params)
     took = (time.perf_counter() - begun) * 1e3
     size = sum(x.nbytes for x in jax.tree.leaves(params))
-    models = Models(Target(config), draft)
-    return [row("load", name, models, 1, 0, [took], size / PCIE_BYTES_PER_S * 1e3,
-                gigabytes=round(size / 1e9, 2))]
+    name = next((name for name, preset in PRESETS.items()
+                 if preset.hidden_size == config.hidden_size
+                 and preset.layer_types == config.layer_types), target.name)
+    return [row("load", name, draft is not None, 1, 0, [took],
+                size / PCIE_BYTES_PER_S * 1e3, gigabytes=round(size / 1e9, 2))]
 
 
-def row(benchmark: str, name: str, models: Models, slots: int, context: int, times: list[float],
+def row(benchmark: str, name: str, drafter: bool, slots: int, context: int, times: list[float],
         limit: float, **more) -> dict:
     """One result: percentiles of `times` (ms) beside `limit` (ms), and the card's peak memory."""
     low, middle, high = (round(float(x), 3) for x in np.percentile(times, (10, 50, 90)))
     used = jax.devices()[0].memory_stats() or {}
     return {"benchmark": benchmark, "geometry": name,
-            "drafter": "mmflash" if models.drafter else "none", "slots": slots,
+            "drafter": "mmflash" if drafter else "none", "slots": slots,
             "context": context, "tp": 1, "median_ms": middle, "p10_ms": low, "p90_ms": high,
             "limit_ms": round(limit, 3), **more,
-            "peak_gb": round(used.get("peak_bytes_in_use", 0) / 1e9, 2)}
+            "process_peak_gb": round(used.get("peak_bytes_in_use", 0) / 1e9, 2)}
 
 
 def table(rows: list[dict]) -> str:

@@ -171,7 +171,7 @@ class Ours:
         _, emitted, used = rounds(self.models, self.params, state, MOST_ROUNDS, width=width,
                                   pages=PAGES, sampled=False)
         ids, counts, accepted = (np.asarray(x) for x in
-                                 (emitted.ids, emitted.count, emitted.accepted))
+                                 (emitted.ids, emitted.count, emitted.acceptance_length))
         assert not counts[:, len(prompts):].any(), "an inactive slot emitted tokens"
         results = []
         for slot, token in enumerate(first):
