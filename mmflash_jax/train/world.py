@@ -35,8 +35,8 @@ class Label(enum.IntEnum):
     """Where the words of an answer come from."""
 
     TEMPLATE = 0  # what any scene of the kind, or any answer to the question, would have here
-    VISUAL = 1  # seen in the picture and not said before
-    COPIED = 2  # said before, in the question or the answer, and only repeated
+    VISUAL = 1  # read from the picture: the description, which comes first
+    COPIED = 2  # said before, in the description, a step or the question, and only repeated
     DERIVED = 3  # computed, or chosen by comparing or sorting, from what was said before
 
 
