@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 TARGET_CLASSES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 DRAFTER_CLASSES = ("DFlashDraftModel", "MMFlashDraftModel")
@@ -169,7 +169,7 @@ def _parser(parse):
             return parse(fields, where)
         except ConfigError:
             raise
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
             raise ConfigError(f"{where}: a field has the wrong type: {error}") from error
     return checked
 
@@ -189,25 +189,72 @@ def _kind_name(kind: type | tuple[type, ...]) -> str:
     return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
 
 
-def _rope(fields: dict, head_dim: int, default_partial: float, where: str) -> RopeConfig:
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(fields: dict, name: str, where: str, above: float = 0) -> float:
+    """A finite number greater than `above`."""
+    value: Any = fields.get(name)
+    if (not isinstance(value, int | float) or isinstance(value, bool)
+            or not above < value < math.inf):
+        raise ConfigError(f"{where}: `{name}` is {value!r}, expected a number above {above}")
+    return value
+
+
+def _rope_fields(fields: dict) -> dict:
     """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
-    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta", fields.get("rope_theta"))
-    if not isinstance(theta, int | float):
-        raise ConfigError(f"{where}: `rope_theta` is {theta!r}, expected a number")
-    partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    dim = int(head_dim * (default_partial if partial is None else partial))
+    outer = {n: fields[n] for n in ("rope_theta", "partial_rotary_factor")
+             if fields.get(n) is not None}
+    inner = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    return {**outer, **{n: value for n, value in inner.items() if value is not None}}
+
+
+def _rope(fields: dict, head_dim: int, default_partial: float, where: str) -> RopeConfig:
+    """An explicit `rope_dim` supersedes `partial_rotary_factor`, as in SGLang."""
+    rope = _rope_fields(fields)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(_positive(rope, "rope_theta", where, above=int(kind == "yarn")))  # yarn: log > 0
+    if "rope_dim" in rope:
+        dim, source = rope["rope_dim"], "rope_dim"
+    else:
+        rope.setdefault("partial_rotary_factor", default_partial)
+        dim = int(head_dim * _positive(rope, "partial_rotary_factor", where))
+        source = f"partial_rotary_factor {rope['partial_rotary_factor']} of head_dim {head_dim}"
+    if not _is_int(dim) or dim % 2 or not 0 < dim <= head_dim:
+        raise ConfigError(f"{where}: {source} gives {dim!r} rotated dimensions, expected a "
+                          f"positive even number up to head_dim {head_dim}")
     if kind == "yarn":
+        at = f"{where}: rope_parameters"
         names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
                  "attention_factor", "mscale", "mscale_all_dim", "truncate")
-        _need(rope, "factor", f"{where}: rope_parameters", (int, float))
-        yarn = {n: rope[n] for n in names if rope.get(n) is not None}
+        _need(rope, "factor", at, (int, float))
+        yarn = {n: rope[n] for n in names if n in rope}
+        for name in yarn.keys() - {"truncate"}:
+            if yarn[name] != 0 or not name.startswith("mscale"):  # there 0 says: none
+                _positive(rope, name, at)
+        if not isinstance(yarn.get("truncate", True), bool):
+            raise ConfigError(f"{at}: `truncate` is {yarn['truncate']!r}, expected bool")
         yarn.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings"))
-        return RopeConfig(float(theta), dim, tuple(sorted(yarn.items())))
+        return RopeConfig(theta, dim, tuple(sorted(yarn.items())))
     if kind not in ("default", "mrope"):
         raise ConfigError(f"{where}: rope_type {kind!r} is not supported, expected default or yarn")
-    return RopeConfig(float(theta), dim)
+    return RopeConfig(theta, dim)
+
+
+def _mrope_section(fields: dict, rope: RopeConfig, where: str) -> tuple[int, int, int]:
+    given = _rope_fields(fields)
+    if given.get("mrope_interleaved", True) is not True:
+        raise ConfigError(f"{where}: mrope_interleaved is {given['mrope_interleaved']!r}, only "
+                          "True is supported")
+    section = given.get("mrope_section", [11, 11, 10])
+    if (not isinstance(section, list) or len(section) != 3
+            or not all(_is_int(n) and n >= 0 for n in section)):
+        raise ConfigError(f"{where}: mrope_section is {section!r}, expected three whole numbers")
+    if sum(section) != rope.dim // 2:
+        raise ConfigError(f"{where}: mrope_section {section} sums to {sum(section)}, but the "
+                          f"rotary embedding has {rope.dim // 2} frequencies")
+    return cast(tuple[int, int, int], tuple(section))
 
 
 def _refuse_quantised(fields: dict, where: str) -> None:
@@ -242,10 +289,14 @@ def _vision(fields: dict, text_hidden: int, where: str) -> VisionConfig:
     return vision
 
 
-def _eos(*values: Any) -> tuple[int, ...]:
+def _eos(*places: tuple[dict, str]) -> tuple[int, ...]:
     ids: list[int] = []
-    for value in values:
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+    for fields, where in places:
+        value = fields.get("eos_token_id")
+        here = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(_is_int(i) for i in here):
+            raise ConfigError(f"{where}: eos_token_id is {value!r}, expected an id or ids")
+        ids += here
     return tuple(dict.fromkeys(ids))
 
 
@@ -279,17 +330,19 @@ def target_config(fields: dict, where: str = "config.json") -> TargetConfig:
     if len(types) != layers or set(types) - set(MIXERS):
         raise ConfigError(f"{at}: layer_types has {len(types)} entries of kinds "
                           f"{sorted(set(types))}, expected {layers} of {list(MIXERS)}")
+    if "full_attention" not in types:
+        raise ConfigError(f"{at}: layer_types has no full_attention, expected at least one")
+    mtp = text.get("mtp_num_hidden_layers")
+    mtp = 0 if mtp is None else mtp
+    if not _is_int(mtp) or mtp < 0:
+        raise ConfigError(f"{at}: mtp_num_hidden_layers is {mtp!r}, expected a whole number")
     for name, want in (("attention_bias", False), ("attn_output_gate", True),
                        ("hidden_act", "silu"), ("mamba_ssm_dtype", "float32")):
         if text.get(name, want) != want:
             raise ConfigError(f"{at}: {name} is {text[name]!r}, only {want!r} is supported")
     head_dim = _need(text, "head_dim", at)
     rope = _rope(text, head_dim, 0.25, at)
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    section = tuple(given.get("mrope_section") or (11, 11, 10))
-    if sum(section) != rope.dim // 2:
-        raise ConfigError(f"{at}: mrope_section {list(section)} sums to {sum(section)}, but the "
-                          f"rotary embedding has {rope.dim // 2} frequencies")
+    section = _mrope_section(text, rope, at)
     dims = {n: _need(text, n, at) for n in (
         "num_attention_heads", "num_key_value_heads", "linear_num_key_heads",
         "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -308,16 +361,16 @@ def target_config(fields: dict, where: str = "config.json") -> TargetConfig:
         hidden_size=hidden, layer_types=tuple(types), head_dim=head_dim, **dims,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)), tie_word_embeddings=tied[0],
         rope=rope, mrope_section=section,
-        mtp_num_hidden_layers=text.get("mtp_num_hidden_layers") or 0,
-        eos_token_ids=_eos(text.get("eos_token_id"), fields.get("eos_token_id")),
+        mtp_num_hidden_layers=mtp,
+        eos_token_ids=_eos((text, at), (fields, where)),
         **vision_ids, vision=_vision(vision, hidden, where) if vision else None)
 
 
 @_parser
 def drafter_config(fields: dict, where: str = "config.json") -> DrafterConfig:
     """Parse a drafter's configuration; each field at top level or in `dflash_config`, which
-    wins. Raises ConfigError. Sources: z-lab `dflash`, SGLang `dflash_utils`, vLLM
-    `qwen3_dflash`."""
+    wins, except over `is_causal`. Raises ConfigError. Sources: z-lab `dflash`, SGLang
+    `dflash_utils`, vLLM `qwen3_dflash`."""
     _refuse_quantised(fields, where)
     names = fields.get("architectures") or []
     if not set(names) & set(DRAFTER_CLASSES):
@@ -329,8 +382,11 @@ def drafter_config(fields: dict, where: str = "config.json") -> DrafterConfig:
               "final_logit_softcapping", "input_embedding_scale", "projector_type",
               "draft_vocab_size", "selector_rank", "conv_group_size", "sample_from_anchor",
               "shift_label", "attention_bias")
+    scales = ("attention_value_scale", "output_multiplier", "input_embedding_scale")
     for name in exotic:
-        if both.get(name) not in (None, False, 0):
+        value = both.get(name)
+        absent = (None, False, 0) if name not in scales else (None, 1)  # a scale of 1 does nothing
+        if value is not False and (value is True or value not in absent):
             raise ConfigError(f"{where}: {name} is {both[name]!r}, which this drafter does not "
                               "support (DFlash and MMFlash drafters have none)")
     if both.get("hidden_act", "silu") != "silu":
@@ -343,16 +399,20 @@ def drafter_config(fields: dict, where: str = "config.json") -> DrafterConfig:
                           f"multiple of num_key_value_heads {dims['num_key_value_heads']}")
     layers = _need(both, "num_hidden_layers", where)
     mask = both.get("mask_token_id")
-    if not isinstance(mask, int) or not 0 <= mask < dims["vocab_size"]:
+    if not _is_int(mask) or not 0 <= mask < dims["vocab_size"]:
         raise ConfigError(f"{where}: mask_token_id is {mask!r}, expected an id below "
                           f"vocab_size {dims['vocab_size']}")
     taps = _need(both, "target_layer_ids", where, list)
-    if not taps or any(not isinstance(t, int) or not 0 <= t < dims["num_target_layers"]
+    if not taps or any(not _is_int(t) or not 0 <= t < dims["num_target_layers"]
                        for t in taps) or len(set(taps)) != len(taps):
         raise ConfigError(f"{where}: target_layer_ids is {taps}, expected distinct ids below "
                           f"num_target_layers {dims['num_target_layers']}")
     windows, causal = _drafter_layers(fields, own, both, layers, where)
-    head_dim = both.get("head_dim") or dims["hidden_size"] // dims["num_attention_heads"]
+    head_dim = both.get("head_dim")
+    if head_dim is None:
+        head_dim = dims["hidden_size"] // dims["num_attention_heads"]
+    if not _is_int(head_dim) or head_dim <= 0 or head_dim % 2:
+        raise ConfigError(f"{where}: head_dim is {head_dim!r}, expected a positive even number")
     return DrafterConfig(
         **dims, head_dim=head_dim, rms_norm_eps=float(both.get("rms_norm_eps", 1e-6)),
         rope=_rope(both, head_dim, 1.0, where), mask_token_id=mask, target_layer_ids=tuple(taps),
@@ -362,19 +422,26 @@ def drafter_config(fields: dict, where: str = "config.json") -> DrafterConfig:
 def _drafter_layers(fields: dict, own: dict, both: dict, layers: int, where: str):
     """Window and causality of each layer. `layer_types` is authoritative (R20)."""
     kinds = both.get("layer_types")
-    sliding = "sliding_attention" if own.get("use_swa") else "full_attention"
+    swa = both.get("use_swa", False)
+    if not isinstance(swa, bool | None):
+        raise ConfigError(f"{where}: use_swa is {swa!r}, expected true or false")
+    sliding = "sliding_attention" if swa else "full_attention"
     kinds = [sliding] * layers if kinds is None else kinds
     if len(kinds) != layers or set(kinds) - set(DRAFTER_LAYERS):
         raise ConfigError(f"{where}: layer_types has {len(kinds)} entries of kinds "
                           f"{sorted(set(kinds))}, expected {layers} of {list(DRAFTER_LAYERS)}")
-    window = own.get("swa_window_size", both.get("sliding_window"))
-    if "sliding_attention" in kinds and (not isinstance(window, int) or window <= 0):
+    window = both.get("swa_window_size")
+    window = both.get("sliding_window") if window is None else window
+    if "sliding_attention" in kinds and (not _is_int(window) or window <= 0):
         raise ConfigError(f"{where}: layer_types has sliding_attention, but sliding_window is "
                           f"{window!r}, expected a positive number")
-    stated = fields.get("is_causal")
-    stated = own.get("causal") if stated is None else stated
-    if stated not in (None, True, False):
-        raise ConfigError(f"{where}: is_causal is {stated!r}, expected true or false")
+    given = [(name, place[name]) for place, name in (
+        (fields, "is_causal"), (own, "is_causal"), (own, "causal"), (fields, "causal"))
+        if place.get(name) is not None]
+    for name, value in given:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: {name} is {value!r}, expected true or false")
+    stated = given[0][1] if given else None
     slides = [kind == "sliding_attention" for kind in kinds]
     return (tuple(window if s else None for s in slides),
             tuple(s if stated is None else stated for s in slides))

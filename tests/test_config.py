@@ -7,6 +7,7 @@ that the presets and the parsers are checked against something that neither of t
 import copy
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -170,6 +171,21 @@ def test_yarn():
         target_config(fields)
 
 
+@pytest.mark.parametrize("name, value", [
+    ("factor", 0), ("factor", -4.0), ("factor", float("inf")), ("beta_fast", "32"),
+    ("beta_slow", 0), ("beta_slow", True), ("original_max_position_embeddings", "4096"),
+    ("original_max_position_embeddings", 0), ("attention_factor", []), ("mscale", "1"),
+    ("truncate", "yes"), ("rope_theta", 1)])
+def test_yarn_that_cannot_be_computed_is_refused(name, value):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 65536}
+    drafter = changed(published_drafter(), "rope_scaling", {**yarn, name: value})
+    target = published_target("qwen3.5-9b")
+    target["text_config"]["rope_parameters"] |= {**yarn, name: value}
+    for parse, fields in ((drafter_config, drafter), (target_config, target)):
+        with pytest.raises(ConfigError, match=rf"`{name}` is {re.escape(repr(value))}, expected"):
+            parse(fields)
+
+
 @pytest.mark.parametrize("place", [(), ("text_config",)])
 @pytest.mark.parametrize("name, value, method", [
     ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
@@ -198,6 +214,21 @@ def test_quantised_targets_are_refused_by_name(place, name, value, method):
     (("text_config", "rope_parameters", "rope_theta", None), "`rope_theta` is None"),
     (("text_config", "rope_parameters", "rope_type", "longrope"), "'longrope' is not supported"),
     (("text_config", "rope_parameters", "mrope_section", [8, 8, 8]), "sums to 24, .* 32 freq"),
+    (("text_config", "rope_parameters", "rope_theta", 0), "`rope_theta` is 0, .* above 0"),
+    (("text_config", "rope_parameters", "rope_theta", True), "`rope_theta` is True"),
+    (("text_config", "rope_parameters", "mrope_interleaved", False),
+     "mrope_interleaved is False, only True"),
+    (("text_config", "rope_parameters", "mrope_section", [16, 16]), r"\[16, 16\], expected three"),
+    (("text_config", "rope_parameters", "mrope_section", [32, 1, -1]), "-1.*, expected three"),
+    (("text_config", "rope_parameters", "mrope_section", "abc"), "'abc', expected three"),
+    (("text_config", "rope_parameters", "partial_rotary_factor", 0), "factor` is 0, .* above 0"),
+    (("text_config", "rope_parameters", "partial_rotary_factor", 1.5), "384 rotated .* 256"),
+    (("text_config", "layer_types", [KINDS[0]] * 32), "has no full_attention, expected at least"),
+    (("text_config", "mtp_num_hidden_layers", -1), "mtp_num_hidden_layers is -1, expected a whole"),
+    (("text_config", "mtp_num_hidden_layers", "1"), "mtp_num_hidden_layers is '1'"),
+    (("text_config", "mtp_num_hidden_layers", True), "mtp_num_hidden_layers is True"),
+    (("text_config", "eos_token_id", [248044, "end"]), r"text_config: eos_token_id is .*'end'"),
+    (("eos_token_id", 1.5), "config.json: eos_token_id is 1.5, expected an id"),
     (("image_token_id", None), "`image_token_id` is missing"),
     (("vision_config", "deepstack_visual_indexes", [8, 16]), r"is \[8, 16\], expected an empty"),
     (("vision_config", "hidden_act", "silu"), "'silu', expected 'gelu_pytorch_tanh'"),
@@ -297,6 +328,50 @@ def test_windows_named_in_dflash_config():
     assert drafter_config(fields).windows == (1024,) * 5
 
 
+def test_a_null_window_hides_no_other():
+    fields = sliding(swa_window_size=None)
+    fields["dflash_config"]["swa_window_size"] = None
+    assert drafter_config(fields).windows == (2048,) * 4 + (None,)
+
+
+def test_windows_and_causality_named_at_the_place_of_the_other():
+    fields = changed(published_drafter(), "layer_types", None) | {
+        "use_swa": True, "swa_window_size": 1024}
+    assert drafter_config(fields).windows == (1024,) * 5
+    inner = published_drafter()["dflash_config"]
+    for top, own in (({"causal": False}, {}), ({}, {"is_causal": False}),
+                     ({"causal": True}, {"causal": False}),
+                     ({"is_causal": False}, {"causal": True}),
+                     ({"causal": True}, {"is_causal": False})):
+        fields = sliding(**top, dflash_config={**inner, **own})
+        assert drafter_config(fields).causal == (False,) * 5
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_rope_dim_supersedes_the_partial_factor(place):
+    fields = changed(published_drafter(), place, {"rope_type": "default", "rope_dim": 64})
+    for partial in ({}, {"partial_rotary_factor": 0.25}):
+        assert drafter_config({**fields, **partial}).rope == RopeConfig(1e7, 64)
+    for bad in (63, 0, 130, "64", True):
+        fields[place]["rope_dim"] = bad
+        with pytest.raises(ConfigError, match=f"rope_dim gives {bad!r} rotated .* 128"):
+            drafter_config(fields)
+
+
+@pytest.mark.parametrize("name", ["output_multiplier", "attention_value_scale"])
+def test_neutral_scales_are_accepted(name):
+    fields = published_drafter()
+    for value in (1, 1.0, None, False):
+        assert drafter_config({**fields, name: value}) == drafter_config(fields)
+    for value in (0.5, 0, True):
+        with pytest.raises(ConfigError, match=f"{name} is {value}, which"):
+            drafter_config({**fields, name: value})
+
+
+def test_a_head_size_that_is_not_stated_follows_from_the_others():
+    assert drafter_config(changed(published_drafter(), "head_dim", None)).head_dim == 128
+
+
 def test_yarn_of_a_drafter():
     fields = changed(published_drafter(), "rope_scaling", {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 65536})
@@ -324,6 +399,12 @@ def test_yarn_of_a_drafter():
     (("dflash_config", "target_layer_ids", [1, 8, 8]), "expected distinct ids"),
     (("dflash_config", "target_layer_ids", []), r"target_layer_ids is \[\]"),
     (("dflash_config", "target_layer_ids", 5), "`target_layer_ids` is 5, expected list"),
+    (("dflash_config", "target_layer_ids", [True, 8]), "True.*expected distinct ids"),
+    (("dflash_config", "mask_token_id", True), "mask_token_id is True"),
+    (("head_dim", 0), "head_dim is 0, expected a positive even"),
+    (("head_dim", 127), "head_dim is 127"), (("head_dim", "128"), "head_dim is '128'"),
+    (("dflash_config", "use_swa", "yes"), "use_swa is 'yes', expected true or false"),
+    (("dflash_config", "causal", 1), "causal is 1, expected true or false"),
     (("layer_types", ["full_attention"] * 4), "4 entries .* expected 5"),
     (("layer_types", ["chunked_attention"] * 5), "chunked_attention"),  # R20
     (("layer_types", SLIDE), "sliding_window is None, expected a positive"),
