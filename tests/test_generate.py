@@ -488,3 +488,14 @@ def test_prompts_that_cannot_be_built_are_refused(alone, messages, extra, messag
 def test_one_path_in_place_of_a_list_is_refused():
     with pytest.raises(InputError, match="images is 'photo.jpg', expected a list"):
         question("?", "photo.jpg")
+
+
+def test_a_target_as_hf_saves_it_loads(folders, tmp_path):
+    """The config keeps mtp_num_hidden_layers where the files have lost `mtp.*`."""
+    folder = tmp_path / "saved"
+    shutil.copytree(folders[0], folder)
+    fields = json.loads((folder / "config.json").read_text())
+    assert not fields["text_config"]["mtp_num_hidden_layers"]
+    fields["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert "mtp" not in load(folder, dtype="float32").params["target"]
