@@ -8,8 +8,10 @@ It knows nothing of text, tokenizers or devices.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -129,13 +131,16 @@ def _pixels(fields: dict, where: str, config: TargetConfig) -> Pixels:
         merge_size=_whole(fields, "merge_size", where),
         min_pixels=_limit(fields, size, "min_pixels", "shortest_edge", where),
         max_pixels=_limit(fields, size, "max_pixels", "longest_edge", where),
-        mean=_three(fields, "image_mean", where), std=_three(fields, "image_std", where),
-        rescale=fields.get("rescale_factor") or 1 / 255,
-        resample=fields.get("resample") or Image.Resampling.BICUBIC,
-        fps=float(fields.get("fps") or 2.0), min_frames=fields.get("min_frames") or 4,
-        max_frames=fields.get("max_frames") or 768,
-        frame_tokens=(fields.get("max_video_tokens") or 768
-                      if fields.get("cap_pixels_per_frame") else None))
+        mean=_three(fields, "image_mean", where),
+        std=_three(fields, "image_std", where, positive=True),
+        rescale=_positive(fields, "rescale_factor", 1 / 255, where),
+        resample=_resample(fields, where), fps=_positive(fields, "fps", 2.0, where),
+        min_frames=_whole(fields, "min_frames", where, 4),
+        max_frames=_whole(fields, "max_frames", where, 768), frame_tokens=_frame_tokens(
+            fields, where))
+    if pixels.min_frames > pixels.max_frames:
+        raise InputError(f"{where}: min_frames is {pixels.min_frames}, above max_frames "
+                         f"{pixels.max_frames}")
     if vision := config.vision:
         for name, ours, theirs in (
                 ("patch_size", pixels.patch_size, vision.patch_size),
@@ -146,11 +151,40 @@ def _pixels(fields: dict, where: str, config: TargetConfig) -> Pixels:
     return pixels
 
 
-def _whole(fields: dict, name: str, where: str) -> int:
-    value = fields.get(name)
+def _whole(fields: dict, name: str, where: str, default: int | None = None) -> int:
+    value = default if fields.get(name) is None else fields[name]
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise InputError(f"{where}: {name} is {value!r}, expected a positive whole number")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, int | float) and not isinstance(value, bool)
+            and abs(value) <= sys.float_info.max)  # neither inf, nor NaN, nor an int beyond both
+
+
+def _positive(fields: dict, name: str, default: float, where: str) -> float:
+    value = default if fields.get(name) is None else fields[name]
+    if not _is_number(value) or value <= 0:
+        raise InputError(f"{where}: {name} is {value!r}, expected a positive number")
+    return float(value)
+
+
+def _resample(fields: dict, where: str) -> int:
+    """Pillow's number of a filter; 0 is one of them (nearest)."""
+    value = fields.get("resample")
+    value = int(Image.Resampling.BICUBIC) if value is None else value
+    filters = [int(f) for f in Image.Resampling]
+    if not isinstance(value, int) or isinstance(value, bool) or value not in filters:
+        raise InputError(f"{where}: resample is {value!r}, expected one of {sorted(filters)}")
+    return value
+
+
+def _frame_tokens(fields: dict, where: str) -> int | None:
+    capped = fields.get("cap_pixels_per_frame")
+    if not isinstance(capped, bool | None):
+        raise InputError(f"{where}: cap_pixels_per_frame is {capped!r}, expected true or false")
+    return _whole(fields, "max_video_tokens", where, 768) if capped else None
 
 
 def _limit(fields: dict, size: dict, name: str, edge: str, where: str) -> int:
@@ -159,10 +193,12 @@ def _limit(fields: dict, size: dict, name: str, edge: str, where: str) -> int:
     return _whole(found, name, f"{where}: size")
 
 
-def _three(fields: dict, name: str, where: str) -> tuple[float, ...]:
+def _three(fields: dict, name: str, where: str, positive: bool = False) -> tuple[float, ...]:
     value = fields.get(name)
-    if not isinstance(value, list) or len(value) != 3:
-        raise InputError(f"{where}: {name} is {value!r}, expected three numbers")
+    if (not isinstance(value, list) or len(value) != 3
+            or not all(_is_number(v) and (v > 0 or not positive) for v in value)):
+        raise InputError(f"{where}: {name} is {value!r}, expected three "
+                         f"{'positive ' * positive}numbers")
     return tuple(float(v) for v in value)
 
 

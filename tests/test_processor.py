@@ -327,6 +327,46 @@ def test_settings_that_cannot_be_honoured_are_refused(change, message, tmp_path)
         processor.read_settings(tmp_path, CONFIG)
 
 
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    *[(name, value, "three") for name in ("image_mean", "image_std")
+      for value in (["a", 0.5, 0.5], [0.5, None, 0.5], [0.5, True, 0.5], [0.5] * 2, "abc",
+                    [0.5, 0.5, float("nan")])],
+    ("image_std", [0.5, 0, 0.5], "three positive"), ("image_std", [-0.5] * 3, "three positive"),
+    *[(name, value, "a positive") for name in ("rescale_factor", "fps")
+      for value in ("2", [2], 0, -1, True, float("inf"), 10**400)],
+    *[(name, value, "a positive whole") for name in ("min_frames", "max_frames")
+      for value in ("4", 4.0, 0, -4, True)],
+    ("resample", "bicubic", "one of"), ("resample", 99, "one of"), ("resample", -1, "one of"),
+    ("resample", True, "one of"), ("resample", 3.0, "one of"), ("resample", [3], "one of"),
+    ("cap_pixels_per_frame", "no", "true or false")])
+def test_settings_of_the_wrong_kind_name_field_and_value(name, value, expected, tmp_path):
+    write_json(tmp_path / "preprocessor_config.json", {**FIELDS, name: value})
+    with pytest.raises(InputError) as error:
+        processor.read_settings(tmp_path, CONFIG)
+    message = str(error.value)
+    assert f"preprocessor_config.json: {name} is {value!r}, expected {expected}" in message
+    assert "\n" not in message
+
+
+def test_fewer_frames_at_most_than_at_least_are_refused(tmp_path):
+    write_json(tmp_path / "preprocessor_config.json", {**FIELDS, "min_frames": 9, "max_frames": 8})
+    with pytest.raises(InputError, match="min_frames is 9, above max_frames 8"):
+        processor.read_settings(tmp_path, CONFIG)
+
+
+def test_filter_number_zero_is_nearest_and_absence_is_bicubic(tmp_path):
+    for change, filter_ in (({"resample": 0}, Image.Resampling.NEAREST), ({"resample": 1}, 1),
+                            ({}, Image.Resampling.BICUBIC), ({"resample": None}, 3)):
+        write_json(tmp_path / "preprocessor_config.json", {**FIELDS, **change})
+        pixels = processor.read_settings(tmp_path, CONFIG).image
+        assert pixels.resample == filter_
+    pixels = dataclasses.replace(pixels, resample=0)
+    black = Image.new("RGB", (300, 300))
+    black.paste((255, 255, 255), (150, 0, 300, 300))
+    patches = processor.picture_of_image(black, pixels).patches
+    assert set(np.unique(patches)) == {-1.0, 1.0}  # no number in between
+
+
 def test_settings_missing(tmp_path):
     with pytest.raises(InputError, match="preprocessor_config.json: missing"):
         processor.read_settings(tmp_path, CONFIG)
