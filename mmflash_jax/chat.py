@@ -247,9 +247,12 @@ def split_messages(messages: Sequence[Mapping]) -> tuple[list[dict], list[_Slot]
         elif not isinstance(content, str):
             raise InputError(f"{at}: content is {type(content).__name__}, expected text or a list "
                              "of items")
-        if message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if calls is not None and (isinstance(calls, str) or not isinstance(calls, Sequence)):
+            raise InputError(f"{at}: tool_calls is {calls!r}, expected a list")
+        if calls:
             copy["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{j}]")
-                                  for j, call in enumerate(message["tool_calls"])]
+                                  for j, call in enumerate(calls)]
         if "reasoning" in message:  # this project's and vLLM's name of the template's field
             copy.setdefault("reasoning_content", copy.pop("reasoning"))
         plain.append(copy)
@@ -262,7 +265,7 @@ def _item(item: Any, at: str, slots: list[_Slot]) -> dict:
         if not isinstance(item.get("text"), str):
             raise InputError(f"{at}: text is {item.get('text')!r}, expected a string")
         return dict(item)
-    if kind not in VISION_ITEMS:
+    if not isinstance(kind, str) or kind not in VISION_ITEMS:
         raise InputError(f"{at}: type is {kind!r}, expected text, {', '.join(VISION_ITEMS)}")
     options = dict(item)
     given = [options.pop(key) for key in VISION_ITEMS[options.pop("type")] if key in options]
@@ -296,7 +299,7 @@ def _tool_call(call: Any, at: str) -> dict:
     arguments = function.get("arguments") or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{at}: arguments are not JSON ({error})") from None
     if not isinstance(arguments, Mapping):
         raise InputError(f"{at}: arguments are {type(arguments).__name__}, expected an object")
