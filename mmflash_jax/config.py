@@ -154,7 +154,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a readable JSON file ({error})") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -439,6 +439,7 @@ def test_r40_the_drafter_of_the_other_target():
 
 @pytest.mark.parametrize("content, message", [
     (None, "no such file"), (b"", "not a readable JSON"), (b"{", "not a readable JSON"),
+    (b"[" * 100_000, "not a readable JSON"), (b"9" * 5000, "not a readable JSON"),
     (b"\xff\xfe", "not a readable JSON"), (b"[]", "expected a JSON object, found list")])
 def test_files_that_hold_no_configuration(tmp_path, content, message):
     path = tmp_path / "config.json"
