@@ -172,8 +172,21 @@ def slot_weights(
         # Two sums of the same numbers need not be formed in the same order: no ratio, no change.
         changed = jnp.any(boost != 1, axes, keepdims=True) & (after > 0)
         boost *= jnp.where(changed, before / jnp.where(after > 0, after, 1.0), 1.0)
-    # Without the barrier the sums that follow are compiled, and rounded, by what precedes them.
-    return lax.optimization_barrier((base * boost, boost))
+    return base * boost, boost
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """Sum of x [B, N, K] in one written order, by halves: `jnp.sum` is compiled, and rounded, by
+    what it is fused with, which would differ with and without the visual term."""
+    x = lax.optimization_barrier(x.reshape(len(x), -1))
+    for axis in (1, 0):
+        while (size := x.shape[axis]) > 1:
+            if size % 2:
+                x = jnp.concatenate([x, jnp.zeros_like(lax.slice_in_dim(x, 0, 1, axis=axis))], axis)
+            half = x.shape[axis] // 2
+            x = lax.slice_in_dim(x, 0, half, axis=axis) + lax.slice_in_dim(
+                x, half, 2 * half, axis=axis)
+    return x.reshape(())
 
 
 @flax.struct.dataclass
@@ -205,9 +218,9 @@ def loss_terms(
                          "differ, expected the same [B, N, K]")
     weight, boost = slot_weights(objective, slots.p, mask, g)
     weighted = weight * jnp.where(mask, slots.ce, 0.0)
-    count = weight.sum() if objective.base == "dflash" else jnp.float32(len(mask))
+    count = _sum(weight) if objective.base == "dflash" else jnp.float32(len(mask))
     totals = _totals(slots, mask, g, weight, boost, weighted)
-    return weighted.sum(), count, lax.stop_gradient(totals)
+    return _sum(weighted), count, lax.stop_gradient(totals)
 
 
 def loss(objective: Objective, weighted: jax.Array, count: jax.Array) -> jax.Array:
