@@ -27,12 +27,26 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
     return y if out_dtype is None else y.astype(out_dtype)
 
 
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sum of x [..., H] over H -> [..., 1], in one order whatever the number of rows: XLA's CPU
+    loops choose theirs from the shape, so there it is a tree of elementwise sums."""
+    def tree(x):
+        while x.shape[-1] > 1:
+            if x.shape[-1] % 2:
+                x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),))
+            first, second = jnp.split(x, 2, -1)
+            x = first + second
+        return x
+
+    return lax.platform_dependent(x, cpu=tree, default=lambda x: jnp.sum(x, -1, keepdims=True))
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool) -> jax.Array:
     """x [..., H] over its root mean square, times `1 + weight` (the target's text norms) or
     `weight` (drafter, GDN output): two conventions in one checkpoint (R11). The sum is formed in
     float32, cast back once. Source: HF `Qwen3_5RMSNorm`, `Qwen3RMSNorm`."""
     y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+    y = y * lax.rsqrt(row_sum(y * y) / y.shape[-1] + eps)
     scale = weight.astype(jnp.float32)
     return (y * (1.0 + scale if plus_one else scale)).astype(x.dtype)
 

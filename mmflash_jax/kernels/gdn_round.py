@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
-from mmflash_jax.layers import HIGHEST
+from mmflash_jax.layers import HIGHEST, row_sum
 
 BORDER = 16  # a state stands on a multiple of this
 WINDOW = 3  # chunks of BORDER positions
@@ -36,7 +36,7 @@ def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def l2_norm(x: jax.Array) -> jax.Array:
     """x [..., dk] in float32 over the root of its sum of squares."""
     x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+    return x * lax.rsqrt(row_sum(x * x) + 1e-6)
 
 
 def unit_lower_inverse(below: jax.Array) -> jax.Array:

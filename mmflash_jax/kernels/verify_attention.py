@@ -13,7 +13,7 @@ row's place in the tile nor the number of pages read changes the arithmetic of a
 import jax
 import jax.numpy as jnp
 
-from mmflash_jax.layers import precision
+from mmflash_jax.layers import precision, row_sum
 
 
 def tree_sum(x: jax.Array, axis: int) -> jax.Array:
@@ -41,7 +41,7 @@ def verify_attention(q: jax.Array, keys: jax.Array, values: jax.Array, pages: ja
     seen = position[None, :, None] <= length[:, None, None, None] + jnp.arange(b)[:, None]
     score = jnp.where(seen[:, :, None, :, None, :], score, -jnp.inf)
     weight = jnp.exp(score - score.max((1, 5), keepdims=True))
-    total = tree_sum(weight.sum(-1), 1)
+    total = tree_sum(row_sum(weight)[..., 0], 1)
     out = jnp.einsum("rnkbgs,rnksd->rnkbgd", weight.astype(v.dtype), v, precision=exact,
                      preferred_element_type=jnp.float32)
     out = tree_sum(out, 1) / total[..., None]

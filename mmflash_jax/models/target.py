@@ -86,7 +86,10 @@ class Target(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., H] after the final norm -> float32 [..., V]."""
         head = self.embed if self.config.tie_word_embeddings else self.head
-        return linear(hidden, head, jnp.float32)
+        rows = hidden.reshape(-1, hidden.shape[-1])  # in whole tiles, as every other product
+        padded = jnp.pad(rows, ((0, -len(rows) % BORDER), (0, 0)))
+        logits = linear(padded, head, jnp.float32)[:len(rows)]
+        return logits.reshape(*hidden.shape[:-1], -1)
 
     def verify(self, ids: jax.Array, state: State, pages: int
                ) -> tuple[jax.Array, jax.Array, State]:
