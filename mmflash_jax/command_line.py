@@ -17,7 +17,7 @@ import jax
 from tqdm import tqdm
 
 from mmflash_jax.chat import Chat, sampling_defaults
-from mmflash_jax.config import ConfigError
+from mmflash_jax.config import ConfigError, read_json
 from mmflash_jax.drafters import DRAFTERS
 from mmflash_jax.generate import (
     DTYPES,
@@ -177,7 +177,7 @@ def _request(args: argparse.Namespace) -> tuple[list[dict], dict[str, Any], Opti
         if args.prompt is not None or args.image or args.video is not None:
             raise InputError("--messages holds the whole question: give no --prompt, --image or "
                              "--video beside it")
-        messages = _json(Path(args.messages), list)
+        messages = read_json(Path(args.messages), list)
     try:
         kwargs = json.loads(args.chat_template_kwargs)
     except (ValueError, RecursionError) as error:
@@ -206,18 +206,6 @@ def _with_defaults(options: Options, args: argparse.Namespace, chat: Chat) -> Op
     found: dict[str, Any] = {name: value for name, value in sampling_defaults(chat.folder).items()
              if getattr(args, name) is None}
     return dataclasses.replace(options, **found)
-
-
-def _json(path: Path, kind: type) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not a readable JSON file ({error})") from None
-    if not isinstance(value, kind):
-        raise InputError(f"{path}: expected a JSON {kind.__name__}, found {type(value).__name__}")
-    return value
 
 
 def _keep_compiled() -> None:

@@ -148,16 +148,17 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the field and both values."""
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object in `path`. Raises ConfigError naming the file if it holds none."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object (or list) in `path`. Raises ConfigError naming the file if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a readable JSON file ({error})") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    if not isinstance(value, kind):
+        expected = "object" if kind is dict else kind.__name__
+        raise ConfigError(f"{path}: expected a JSON {expected}, found {type(value).__name__}")
     return value
 
 

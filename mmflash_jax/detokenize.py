@@ -23,7 +23,7 @@ def _byte_letters() -> dict[str, int]:
     return {**{chr(b): b for b in shown}, **{chr(256 + i): b for i, b in enumerate(hidden)}}
 
 
-_BYTES = _byte_letters()
+BYTES = _byte_letters()
 
 
 class TokenBytes:
@@ -48,7 +48,7 @@ class TokenBytes:
         if found is None:
             letters = self._tokenizer.id_to_token(token) or ""
             try:
-                found = bytes(_BYTES[letter] for letter in letters)
+                found = bytes(BYTES[letter] for letter in letters)
             except KeyError:  # an added token that is not spelt in byte letters
                 found = letters.encode()
             self._known[token] = found

@@ -145,7 +145,7 @@ def load(target: str | Path | Chat, draft: str | Path | None = None, *, drafter:
     chat = target if isinstance(target, Chat) else open_chat(target)
     folder, config, run = chat.folder, chat.config, DTYPES[dtype]
     if not is_orbax(folder):  # before the drafter is read; load_target would say it after
-        open_target(folder, config, ("mtp",) if config.vision else ("vision", "mtp"))
+        open_target(folder, config)
     taps: tuple[int, ...] = ()
     module, params = None, {}
     if draft is not None:

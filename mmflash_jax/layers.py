@@ -27,18 +27,21 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
     return y if out_dtype is None else y.astype(out_dtype)
 
 
+def tree_sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sum over `axis` as a binary tree in index order: zeros appended change no bit."""
+    x = jnp.moveaxis(x, axis, 0)
+    while x.shape[0] > 1:
+        if x.shape[0] % 2:
+            x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
 def row_sum(x: jax.Array) -> jax.Array:
     """Sum of x [..., H] over H -> [..., 1], in one order whatever the number of rows: XLA's CPU
     loops choose theirs from the shape, so there it is a tree of elementwise sums."""
-    def tree(x):
-        while x.shape[-1] > 1:
-            if x.shape[-1] % 2:
-                x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),))
-            first, second = jnp.split(x, 2, -1)
-            x = first + second
-        return x
-
-    return lax.platform_dependent(x, cpu=tree, default=lambda x: jnp.sum(x, -1, keepdims=True))
+    return lax.platform_dependent(x, cpu=lambda x: tree_sum(x, -1)[..., None],
+                                  default=lambda x: jnp.sum(x, -1, keepdims=True))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool) -> jax.Array:

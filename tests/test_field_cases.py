@@ -15,14 +15,22 @@ import pytest
 from mmflash_jax.config import PRESETS, drafter_preset
 from mmflash_jax.layers import linear
 from mmflash_jax.models.gdn import GatedDeltaNet
-from mmflash_jax.models.target import Target
 from mmflash_jax.round import admit, draft, prefill_chunk, round_, rounds
-from mmflash_jax.state import State, init_state, tape_bytes
+from mmflash_jax.state import init_state, tape_bytes
 from tests.mock_drafter import ALL
-from tests.round_lab import CHUNK, GREEDY, LIMIT, PAGES, SAMPLED, Lab, Request
+from tests.round_lab import (
+    CHUNK,
+    GREEDY,
+    LIMIT,
+    PAGES,
+    SAMPLED,
+    START,
+    Lab,
+    Request,
+    look,
+    same_bits,
+)
 from tests.tiny import write_target
-
-START = 21  # tokens of the prompt whose text is grouped in many ways
 
 
 @pytest.fixture(scope="module")
@@ -38,66 +46,25 @@ def text(lab):
     return np.concatenate([lab.prompt(START), base]).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames="target")
-def look(target: Target, params: dict, state: State) -> tuple[jax.Array, State]:
-    """The next logits [R, V], all slots active (others write no keys, so they cannot look)."""
-    slots = state.slots
-    state = state.replace(slots=slots.replace(active=jnp.ones_like(slots.active)))
-    hidden, _, state = target.apply({"params": params}, slots.anchor[:, None], state, PAGES,
-                                    method="verify")
-    return target.apply({"params": params}, hidden, method="logits")[:, 0], state
-
-
-def bits(lab: Lab, state: State, slot: int) -> list[np.ndarray]:
-    """Next logits and all committed numbers of a slot, its states moved to the newest border."""
-    logits, state = look(lab.models.target, lab.target, state)
-    return [np.asarray(logits[slot]), *lab.committed(state, slot)]
-
-
-def same_bits(got: list[np.ndarray], want: list[np.ndarray]) -> None:
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def reach(lab: Lab, text: np.ndarray, count: int, widths, right, *, slots: int = 1, slot: int = 0
-          ) -> State:
-    """Commit `count` tokens after the prompt, one program call for each of `widths` in turn, the
-    drafter right as `right` says; other slots hold other texts."""
-    state, params = lab.empty(slots)
-    params["drafter"]["truth"][slot, :len(text)] = text
-    params["drafter"]["right"][slot] = right
-    for other in range(slots):
-        if other == slot:
-            state, _ = lab.admit(params, state, slot, Request(text[:START], count + 1))
-        elif other % 3 != 1:  # some stay inactive
-            state, _ = lab.admit(params, state, other, Request(lab.prompt(5 + 7 * other), 90))
-    turn = 0
-    while bool(state.slots.active[slot]):
-        state, _, _ = lab.step(params, state, widths[turn % len(widths)])
-        turn += 1
-    assert int(state.slots.length[slot]) == START + count
-    return state
-
-
 @pytest.mark.parametrize("count", [12, 27, 43, 60])
 def test_r49_no_grouping_of_commits_changes_a_bit(lab, text, count):
     """States, conv inputs, gates, keys, values, drafter context and the next logits of one text,
     committed one by one, by whole and partial blocks, and at changing widths."""
-    want = bits(lab, reach(lab, text, count, (1,), 0), 0)
+    want = lab.bits(lab.reach(text, count, (1,), 0), 0)
     random = np.random.RandomState(count).randint(0, 16, (3, LIMIT))
     for widths, right in (((16,), ALL), ((8,), ALL), ((4,), ALL), ((16,), 6), ((1, 16), ALL),
                           ((16, 4, 1, 8), random[0]), ((4, 16), random[1]),
                           ((8, 1, 4), random[2])):
-        same_bits(bits(lab, reach(lab, text, count, widths, right), 0), want)
+        same_bits(lab.bits(lab.reach(text, count, widths, right), 0), want)
 
 
 def test_r49_neighbours_and_place_change_no_bit(lab, text):
     """The same among two and seven slots of other texts, in any place."""
-    want = bits(lab, reach(lab, text, 43, (1,), 0), 0)
+    want = lab.bits(lab.reach(text, 43, (1,), 0), 0)
     for slots, slot, every in ((3, 0, ((1,), (16,), (4, 8))), (3, 2, ((16,),)),
                                (8, 0, ((1,), (16,))), (8, 5, ((1, 16),))):
         for widths in every:
-            got = bits(lab, reach(lab, text, 43, widths, 9, slots=slots, slot=slot), slot)
+            got = lab.bits(lab.reach(text, 43, widths, 9, slots=slots, slot=slot), slot)
             same_bits(got, want)
 
 
@@ -144,7 +111,7 @@ def test_verify_writes_no_state(lab, text):
     state, params = lab.empty(3)
     for slot, length in enumerate((37, 48, 61)):
         state, _ = lab.admit(params, state, slot, Request(text[:length], 40))
-    _, state = look(lab.models.target, lab.target, state)  # the states to the newest border
+    _, state = look(lab.models.target, lab.target, state, PAGES)  # the states to the newest border
     want = [lab.committed(state, slot) for slot in range(3)]
 
     @jax.jit

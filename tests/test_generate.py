@@ -2,7 +2,7 @@
 
 Three pairs share one target of three layers: with a drafter of random weights, alone, and with the
 mock drafter, which knows the answer and makes rounds of a known length. Every request fits one
-page, so that few programs serve all tests.
+page, so that few programs serve all tests; the file is long because they share them.
 """
 
 import dataclasses

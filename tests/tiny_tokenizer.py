@@ -7,7 +7,7 @@ template is written from the description of the published one and behaves like i
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from mmflash_jax import byte_level
 
 # In the published order; a gap-free run after the 256 bytes. The last one serves as mask token.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
@@ -17,9 +17,6 @@ PLAIN = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
          "</think>")  # added tokens that decoding keeps: not flagged special
 TOKENS = {name: 256 + i for i, name in enumerate(SPECIAL)}
 PAD_FROM = 256 + len(SPECIAL)  # ids from here to the vocabulary size are padding rows
-
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 TEMPLATE = r"""{%- set ns = namespace(images=0, videos=0, last_query=-1) -%}
 {%- macro render(content, with_pictures) -%}
@@ -116,34 +113,14 @@ TEMPLATE = r"""{%- set ns = namespace(images=0, videos=0, last_query=-1) -%}
 """
 
 
-def byte_letters() -> dict[int, str]:
-    """The printable letter that stands for each byte in a byte-level vocabulary (GPT-2's)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
-
-
 def write_tokenizer(folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja to `folder`."""
-    vocab = {letter: byte for byte, letter in byte_letters().items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated", invert=False),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(name, special=name not in PLAIN, normalized=False)
-                          for name in SPECIAL])
-    wrong = {n: tokenizer.token_to_id(n) for n, i in TOKENS.items()
-             if tokenizer.token_to_id(n) != i}
-    if wrong:
-        raise AssertionError(f"special tokens got other ids than planned: {wrong}")
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_level.LETTERS)}
+    tokenizer = byte_level.build(vocabulary, [], TOKENS, PLAIN)
     tokenizer.save(str(folder / "tokenizer.json"))
-    added = {str(i): {"content": name, "lstrip": False, "normalized": False, "rstrip": False,
-                      "single_word": False, "special": name not in PLAIN}
-             for name, i in TOKENS.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps({
-        "add_prefix_space": False, "added_tokens_decoder": added, "bos_token": None,
+        "add_prefix_space": False, "bos_token": None,
+        "added_tokens_decoder": byte_level.added_tokens_decoder(TOKENS, PLAIN),
         "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "errors": "replace",
         "model_max_length": 262144, "pad_token": "<|endoftext|>", "split_special_tokens": False,
         "tokenizer_class": "Qwen2Tokenizer", "unk_token": None}, indent=2) + "\n",

@@ -33,10 +33,15 @@ def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, precision=HIGHEST)
 
 
+def inverse_norm(x: jax.Array) -> jax.Array:
+    """x [..., dk] -> 1 over the root of its sum of squares, float32 [..., 1]."""
+    x = x.astype(jnp.float32)
+    return lax.rsqrt(row_sum(x * x) + 1e-6)
+
+
 def l2_norm(x: jax.Array) -> jax.Array:
     """x [..., dk] in float32 over the root of its sum of squares."""
-    x = x.astype(jnp.float32)
-    return x * lax.rsqrt(row_sum(x * x) + 1e-6)
+    return x.astype(jnp.float32) * inverse_norm(x)
 
 
 def unit_lower_inverse(below: jax.Array) -> jax.Array:

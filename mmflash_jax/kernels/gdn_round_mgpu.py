@@ -29,6 +29,7 @@ from mmflash_jax.kernels.gdn_round import (
     WINDOW,
     by_chunk,
     decay_products,
+    inverse_norm,
 )
 
 DIM = 128  # of keys and of values
@@ -56,17 +57,11 @@ def split3(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return high.astype(bf16), middle.astype(bf16), (x - high - middle).astype(bf16)
 
 
-def _inverse_norm(x: jax.Array) -> jax.Array:
-    """x [..., dk] bf16 -> 1 / |x| as f32 [...]."""
-    x = x.astype(f32)
-    return lax.rsqrt(jnp.sum(x * x, -1) + 1e-6)
-
-
 def prologue(q: jax.Array, k: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
     """q, k [R, 48, nk, 128] bf16, beta, decay [R, 48, J] -> table [R, J, 3, TABLE, 16] f32."""
     ratio = beta.shape[2] // k.shape[2]
     q, k, beta, decay = (by_chunk(x) for x in (q, k, beta, decay))
-    norm_q, norm_k = _inverse_norm(q) * DIM**-0.5, _inverse_norm(k)
+    norm_q, norm_k = inverse_norm(q)[..., 0] * DIM**-0.5, inverse_norm(k)[..., 0]
 
     def dot(x):  # [..., i of k, t of x]
         return jnp.einsum("...id,...td->...it", k, x, preferred_element_type=f32)

@@ -13,17 +13,7 @@ row's place in the tile nor the number of pages read changes the arithmetic of a
 import jax
 import jax.numpy as jnp
 
-from mmflash_jax.layers import precision, row_sum
-
-
-def tree_sum(x: jax.Array, axis: int) -> jax.Array:
-    """Sum over `axis` as a binary tree in index order: zeros appended change no bit."""
-    x = jnp.moveaxis(x, axis, 0)
-    while x.shape[0] > 1:
-        if x.shape[0] % 2:
-            x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
-        x = x[0::2] + x[1::2]
-    return x[0]
+from mmflash_jax.layers import precision, row_sum, tree_sum
 
 
 def verify_attention(q: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array,

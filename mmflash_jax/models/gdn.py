@@ -15,7 +15,7 @@ from mmflash_jax.config import TargetConfig
 from mmflash_jax.kernels.gdn_prefill import gdn_prefill
 from mmflash_jax.kernels.gdn_round import BORDER, gdn_round
 from mmflash_jax.kernels.gdn_round_mgpu import gdn_round_mgpu
-from mmflash_jax.layers import causal_conv, linear, row_sum
+from mmflash_jax.layers import causal_conv, linear, rms_norm
 from mmflash_jax.models.tiles import Tile
 from mmflash_jax.state import TAPE, GdnState
 
@@ -60,8 +60,7 @@ class GatedDeltaNet(nn.Module):
 
     def _finish(self, o: jax.Array, z: jax.Array) -> jax.Array:
         """o [M, J, dv] f32, z [M, J*dv] -> [M, H]: norm, gate, out."""
-        o = o * lax.rsqrt(row_sum(o * o) / o.shape[-1] + self.config.rms_norm_eps)
-        o = o * self.norm.astype(jnp.float32)
+        o = rms_norm(o, self.norm, self.config.rms_norm_eps, plus_one=False)
         o = o.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
         return linear(o.astype(z.dtype), self.out)
 

@@ -15,7 +15,7 @@ from mmflash_jax.kernels.gdn_round import BORDER
 from mmflash_jax.layers import linear, mrope_table, rms_norm, swiglu
 from mmflash_jax.models.attention import Attention
 from mmflash_jax.models.gdn import GatedDeltaNet
-from mmflash_jax.models.tiles import tile_of
+from mmflash_jax.models.tiles import pad_rows, tile_of
 from mmflash_jax.models.vision import Vision
 from mmflash_jax.state import State, row_places
 
@@ -87,8 +87,7 @@ class Target(nn.Module):
         """hidden [..., H] after the final norm -> float32 [..., V]."""
         head = self.embed if self.config.tie_word_embeddings else self.head
         rows = hidden.reshape(-1, hidden.shape[-1])  # in whole tiles, as every other product
-        padded = jnp.pad(rows, ((0, -len(rows) % BORDER), (0, 0)))
-        logits = linear(padded, head, jnp.float32)[:len(rows)]
+        logits = linear(pad_rows(rows), head, jnp.float32)[:len(rows)]
         return logits.reshape(*hidden.shape[:-1], -1)
 
     def verify(self, ids: jax.Array, state: State, pages: int

@@ -30,7 +30,7 @@ class Tile(struct.PyTreeNode):
 
     def pack(self, x: jax.Array) -> jax.Array:
         """[R, width or 16, ...] -> [M, ...]."""
-        return _pad_rows(x[:, :self.width].reshape(-1, *x.shape[2:]))
+        return pad_rows(x[:, :self.width].reshape(-1, *x.shape[2:]))
 
     def unpack(self, x: jax.Array) -> jax.Array:
         """[M, ...] -> [R, 16, ...], zeros below the width."""
@@ -39,7 +39,8 @@ class Tile(struct.PyTreeNode):
         return jnp.pad(x, ((0, 0), (0, BORDER - self.width)) + ((0, 0),) * (x.ndim - 2))
 
 
-def _pad_rows(x: jax.Array) -> jax.Array:
+def pad_rows(x: jax.Array) -> jax.Array:
+    """Rows [M, ...] to whole tiles of 16, zeros behind."""
     return jnp.pad(x, ((0, -x.shape[0] % BORDER),) + ((0, 0),) * (x.ndim - 1))
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mmflash_jax.layers import linear, precision
+from mmflash_jax.layers import linear, precision, tree_sum
 
 BASES = ("dflash", "prefix", "dpace")
 TEXT_ONLY = -1.0  # g of text-only rows and of padding
@@ -176,17 +176,9 @@ def slot_weights(
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Sum of x [B, N, K] in one written order, by halves: `jnp.sum` is compiled, and rounded, by
-    what it is fused with, which would differ with and without the visual term."""
-    x = lax.optimization_barrier(x.reshape(len(x), -1))
-    for axis in (1, 0):
-        while (size := x.shape[axis]) > 1:
-            if size % 2:
-                x = jnp.concatenate([x, jnp.zeros_like(lax.slice_in_dim(x, 0, 1, axis=axis))], axis)
-            half = x.shape[axis] // 2
-            x = lax.slice_in_dim(x, 0, half, axis=axis) + lax.slice_in_dim(
-                x, half, 2 * half, axis=axis)
-    return x.reshape(())
+    """Sum of x [B, N, K] in one written order: `jnp.sum` is compiled, and rounded, by what it is
+    fused with, which would differ with and without the visual term."""
+    return tree_sum(tree_sum(lax.optimization_barrier(x.reshape(len(x), -1)), 1), 0)
 
 
 @flax.struct.dataclass

@@ -50,14 +50,18 @@ def divergence(
 
 
 def _kl(log_p, log_q):
-    # Where p is 0 the term is 0, also if q is 0 too and its logarithm -inf.
-    return jnp.where(log_p == -jnp.inf, 0.0, jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+    return _mean(log_p, log_p - log_q)
+
+
+def _mean(log_p, value):
+    # Where p is 0 the term is 0, also if the value is not finite there.
+    return jnp.where(log_p == -jnp.inf, 0.0, jnp.exp(log_p) * value).sum(-1)
 
 
 def entropy(logits: jax.Array) -> jax.Array:  # [T, V] -> [T] f32
     """Entropy of a row in nats."""
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
-    return -jnp.where(log_p == -jnp.inf, 0.0, jnp.exp(log_p) * log_p).sum(-1)
+    return -_mean(log_p, log_p)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from mmflash_jax import byte_level
 from mmflash_jax.chat import Chat
 from mmflash_jax.processor import Prompt
 from mmflash_jax.train.world import Label, Sample, sample
@@ -28,9 +28,6 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<
            "<tool_response>", "</tool_response>", "<think>", "</think>", "<|mask|>")
 PLAIN = SPECIAL[8:14]  # added, but shown in decoded text
 WORD_SAMPLES = 4000  # so many that each wording of the world occurs
-
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 TEMPLATE = r"""{%- for message in messages -%}
   {%- if message.role not in ('system', 'user', 'assistant') -%}
@@ -72,22 +69,9 @@ def words() -> tuple[str, ...]:
     samples = [sample(0, index, "train") for index in range(WORD_SAMPLES)]
     texts = {"user", "assistant", "system", "\n\n", *(one.question for one in samples),
              *(line for one in samples for line in one.text.splitlines(keepends=True))}
-    split = _pre_tokenizer()
+    split = byte_level.pre_tokenizer()
     found = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
     return tuple(sorted(piece for piece in found if len(piece) > 1))
-
-
-def _pre_tokenizer() -> Any:
-    return pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated", invert=False),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _byte_letters() -> list[str]:
-    """The letter of each byte in a byte-level vocabulary. Source: GPT-2."""
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
 
 
 def write_tokenizer(folder: str | Path) -> None:
@@ -95,25 +79,16 @@ def write_tokenizer(folder: str | Path) -> None:
     and generation_config.json (greedy) to `folder`, which must exist."""
     folder = Path(folder)
     ids = token_ids()
-    vocabulary = {letter: i for i, letter in enumerate((*_byte_letters(), *words()))}
+    vocabulary = {letter: i for i, letter in enumerate((*byte_level.LETTERS, *words()))}
     # A whole piece that is in the vocabulary needs no merges; any other is spelt in bytes.
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(name, special=name not in PLAIN, normalized=False)
-                          for name in SPECIAL])
-    if tokenizer.get_vocab_size() > VOCABULARY or tokenizer.token_to_id("<|mask|>") != max(
-            ids.values()):
-        raise AssertionError(f"{tokenizer.get_vocab_size()} tokens, expected at most {VOCABULARY},"
-                             " the special ones in a run at the end")
+    tokenizer = byte_level.build(vocabulary, [], ids, PLAIN, whole_words=True)
+    if tokenizer.get_vocab_size() > VOCABULARY:
+        raise AssertionError(f"{tokenizer.get_vocab_size()} tokens, expected at most {VOCABULARY}")
     tokenizer.save(str(folder / "tokenizer.json"))
-    added = {str(i): {"content": name, "lstrip": False, "normalized": False, "rstrip": False,
-                      "single_word": False, "special": name not in PLAIN}
-             for name, i in ids.items()}
     # Not the family's class: it would bring a split rule and merges of its own.
     _write(folder / "tokenizer_config.json", {
-        "added_tokens_decoder": added, "bos_token": None, "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": byte_level.added_tokens_decoder(ids, PLAIN),
+        "bos_token": None, "clean_up_tokenization_spaces": False,
         "eos_token": "<|im_end|>", "model_max_length": 262144, "pad_token": "<|endoftext|>",
         "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None})
     _write(folder / "preprocessor_config.json", {
