@@ -63,9 +63,9 @@ def settings(added: dict[str, int]) -> dict[str, dict]:
     end, turn = added["<|endoftext|>"], added["<|im_end|>"]
     return {
         "tokenizer_config.json": {
-            "add_prefix_space": False, "bos_token": None,
+            "add_prefix_space": False,
             "added_tokens_decoder": byte_level.added_tokens_decoder(added, plain(added)),
-            "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>",
+            "bos_token": None, "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>",
             "model_max_length": 262144, "pad_token": "<|endoftext|>",
             "split_special_tokens": False, "tokenizer_class": "Qwen3_5Tokenizer",
             "unk_token": None},

@@ -119,8 +119,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = byte_level.build(vocabulary, [], TOKENS, PLAIN)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
-        "add_prefix_space": False, "bos_token": None,
-        "added_tokens_decoder": byte_level.added_tokens_decoder(TOKENS, PLAIN),
+        "add_prefix_space": False,
+        "added_tokens_decoder": byte_level.added_tokens_decoder(TOKENS, PLAIN), "bos_token": None,
         "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "errors": "replace",
         "model_max_length": 262144, "pad_token": "<|endoftext|>", "split_special_tokens": False,
         "tokenizer_class": "Qwen2Tokenizer", "unk_token": None}, indent=2) + "\n",
